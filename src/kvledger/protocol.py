@@ -75,7 +75,7 @@ class Message(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=Tr
 # ---------------------------------------------------------------- requests
 
 
-class Hello(Message):
+class Hello(Message, frozen=True, kw_only=True):
     """First message of every process; its pidfd rides along as ancillary data.
 
     Attributes:
@@ -95,7 +95,7 @@ class Hello(Message):
     label: str
 
 
-class Describe(Message):
+class Describe(Message, frozen=True, kw_only=True):
     """One process' part of the namespace descriptor; sent again by a scheduler at a new epoch.
 
     Attributes:
@@ -107,15 +107,15 @@ class Describe(Message):
     part_bytes: list[int] = []
 
 
-class Match(Message):
-    """Longest visible prefix of ``names``; leases its tail under ``lease`` (replacing that lease)."""
+class Match(Message, frozen=True, kw_only=True):
+    """Longest visible prefix of ``names``; its tail is leased under ``lease`` (again: replaced)."""
 
     lease: int
     group: int
     names: bytes
 
 
-class Locate(Message):
+class Locate(Message, frozen=True, kw_only=True):
     """Slots of the leased chunks ``first .. first + count - 1`` (counted from the chain's root)."""
 
     lease: int
@@ -123,7 +123,7 @@ class Locate(Message):
     count: int
 
 
-class Release(Message):
+class Release(Message, frozen=True, kw_only=True):
     """Give leases back. Unknown leases are ignored: releasing twice is harmless."""
 
     leases: list[int]
@@ -141,7 +141,7 @@ class Chain(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     names: bytes
 
 
-class Reserve(Message):
+class Reserve(Message, frozen=True, kw_only=True):
     """Slots for new chunks, one pipelined request a step.
 
     Attributes:
@@ -154,13 +154,13 @@ class Reserve(Message):
     chains: list[Chain]
 
 
-class Commit(Message):
+class Commit(Message, frozen=True, kw_only=True):
     """A worker has written its part of these reservations, and touches them no more."""
 
     reservations: bytes
 
 
-class Abort(Message):
+class Abort(Message, frozen=True, kw_only=True):
     """These reservations will not be committed by the sender, and it touches them no more.
 
     From a scheduler it means that no worker was ever told of them.
@@ -170,11 +170,11 @@ class Abort(Message):
     reason: str
 
 
-class Status(Message):
+class Status(Message, frozen=True, kw_only=True):
     """Ask for the server's state, as JSON."""
 
 
-class Clear(Message):
+class Clear(Message, frozen=True, kw_only=True):
     """Drop the unleased objects of one namespace, or of all (empty)."""
 
     namespace: str
@@ -183,7 +183,7 @@ class Clear(Message):
 # ---------------------------------------------------------------- replies
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True, kw_only=True):
     """Answer to Hello; the arena's memfd rides along.
 
     Attributes:
@@ -203,11 +203,11 @@ class Welcome(Message):
     max_reservations: int
 
 
-class Done(Message):
+class Done(Message, frozen=True, kw_only=True):
     """Accepted; nothing to say."""
 
 
-class Matched(Message):
+class Matched(Message, frozen=True, kw_only=True):
     """Answer to Match.
 
     Attributes:
@@ -221,7 +221,7 @@ class Matched(Message):
     age_seconds: float
 
 
-class Located(Message):
+class Located(Message, frozen=True, kw_only=True):
     """Answer to Locate: byte offsets in the arena, one for each chunk."""
 
     offsets: bytes
@@ -237,25 +237,25 @@ class ChainReserved(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     reason: str
 
 
-class Reserved(Message):
+class Reserved(Message, frozen=True, kw_only=True):
     """Answer to Reserve, one entry for each chain."""
 
     chains: list[ChainReserved]
 
 
-class StatusReply(Message):
+class StatusReply(Message, frozen=True, kw_only=True):
     """Answer to Status: a JSON document."""
 
     document: bytes
 
 
-class Cleared(Message):
+class Cleared(Message, frozen=True, kw_only=True):
     """Answer to Clear: number of objects dropped."""
 
     objects: int
 
 
-class Error(Message):
+class Error(Message, frozen=True, kw_only=True):
     """The typed refusal that answers any request."""
 
     code: ErrorCode
@@ -265,7 +265,7 @@ class Error(Message):
 # ---------------------------------------------------------------- pushes
 
 
-class Opened(Message):
+class Opened(Message, frozen=True, kw_only=True):
     """The engine's namespace is open: from now on the scheduler may match and reserve.
 
     Attributes:
@@ -279,13 +279,13 @@ class Opened(Message):
     part_offsets: list[int]
 
 
-class Closed(Message):
+class Closed(Message, frozen=True, kw_only=True):
     """The engine's namespace is closed (a rank went away); nothing is handed out until Opened."""
 
     reason: str
 
 
-class Settled(Message):
+class Settled(Message, frozen=True, kw_only=True):
     """Reservations of this engine that have ended.
 
     Attributes:
