@@ -10,6 +10,7 @@ from kvledger.catalog import Catalog
 from kvledger.entries import Entry
 from kvledger.naming import NamespaceId
 from kvledger.reasons import Reason
+from kvledger.space import Space
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ def check_catalog(catalog: Catalog, examine: Callable[[Entry], None] | None = No
     reserved = {r.offset for b in catalog.engines.values() for r in b.open.values()}
     quarantined = {r.offset for b in catalog.engines.values() for r in b.quarantine.values()}
     offsets = {entry.offset for entry in entries}
+    assert space.slots.used_slots == len(entries) + len(quarantined), "a slot nobody answers for"
+    check_ghosts(space)
     assert len(offsets) == len(entries), "two entries share a slot"
     assert not offsets & quarantined, "a slot was handed out while a rank may write it"
     assert {entry.offset for entry in entries if entry.reservation} == reserved
@@ -104,5 +107,16 @@ def check_catalog(catalog: Catalog, examine: Callable[[Entry], None] | None = No
         assert not entry.evictable or entry.queued, "a leaf that eviction cannot find"
         if examine is not None:
             examine(entry)
+    for books in catalog.engines.values():
+        for reservation in books.quarantine.values():
+            assert reservation.entry is None
+            assert reservation.waiting_ranks
     for owner_page in {space.slots.page_of(offset).number for offset in offsets | quarantined}:
         assert owner_page < space.slots.ready_pages, "a slot in a page not instantiated"
+
+
+def check_ghosts(space: Space) -> None:
+    """Assert that evicted names are counted, and that none of them is present."""
+    assert space.total_ghosts == sum(len(index.ghosts) for index in space.all_indexes())
+    for index in space.all_indexes():
+        assert not index.ghosts.keys() & index.entries.keys(), "evicted and present"

@@ -33,7 +33,7 @@ from kvledger.entries import (
     Reservation,
     Settlement,
 )
-from kvledger.naming import NAME_BYTES, NamespaceId, count_names, unpack_names
+from kvledger.naming import NAME_BYTES, Name, NamespaceId, count_names, unpack_names
 from kvledger.protocol import Chain
 from kvledger.reasons import Reason
 from kvledger.space import Space
@@ -52,7 +52,7 @@ class Catalog:
         pages: pages of the arena.
         page_bytes: size of each.
         max_entries: entries that the catalog's own memory allows.
-        namespace_floor: share of the arena that no other namespace may take from one.
+        namespace_floor: share of the arena that others may not take from one that is in use.
         max_reservations: open and quarantined reservations an engine may hold.
         reservation_steps: a reservation that its engine has not settled after so many of its own
             steps is aborted.
@@ -99,10 +99,12 @@ class Catalog:
         books = self.engines.get(engine)
         if books is None:
             self.engines[engine] = EngineBooks(namespace, world_size)
-            return
-        if books.leases or books.open:
+        elif books.leases or books.open:
             raise ValueError(f"engine {engine} must be dropped before it changes its namespace")
-        books.namespace, books.world_size = namespace, world_size
+        else:
+            self.space.detach(books.namespace)
+            books.namespace, books.world_size = namespace, world_size
+        self.space.attach(namespace)
 
     # ------------------------------------------------------------ reading
 
@@ -113,24 +115,23 @@ class Catalog:
         """
         books = self.engines[engine]
         index = self._index(books, group)
+        total = count_names(names)
         self.release(engine, [lease])
         tail = index.visible_prefix(names)
+        if tail is not None and len(books.leases) >= MAX_LEASES:
+            return MatchResult(0, Reason.TOO_MANY_RESERVATIONS)
         chunks = 0 if tail is None else tail.depth + 1
-        total = count_names(names)
         self.lookups += 1
         self.hit_chunks += chunks
         self.missed_chunks += total - chunks
-        if tail is not None and len(books.leases) < MAX_LEASES:
+        if tail is not None:
             books.leases[lease] = tail
             tail.leases += 1
             self._touch(tail, now)
-        elif tail is not None:
-            return MatchResult(0, Reason.TOO_MANY_RESERVATIONS)
         if chunks == total:
             return MatchResult(chunks)
-        return self._miss(
-            index, chunks, names[chunks * NAME_BYTES : (chunks + 1) * NAME_BYTES], now
-        )
+        missing = names[chunks * NAME_BYTES : (chunks + 1) * NAME_BYTES]
+        return MatchResult(chunks, *index.why_missing(missing, now))
 
     def locate(self, engine: str, lease: int, first: int, count: int) -> list[int] | None:
         """Arena offsets of the leased chunks ``first .. first + count - 1``, in order.
@@ -140,14 +141,7 @@ class Catalog:
         tail = self.engines[engine].leases.get(lease)
         if tail is None or first < 0 or count < 0 or first + count > tail.depth + 1:
             return None
-        offsets: list[int] = []
-        entry: Entry | None = tail
-        while entry is not None and entry.depth >= first:
-            if entry.depth < first + count:
-                offsets.append(entry.offset)
-            entry = entry.parent
-        offsets.reverse()
-        return offsets
+        return tail.offsets_to_here(first)[:count]
 
     def release(self, engine: str, leases: Iterable[int]) -> None:
         """Give leases back; unknown ones are ignored."""
@@ -168,9 +162,14 @@ class Catalog:
         Also aborts this engine's reservations that are too old; the settlements tell.
         """
         books = self.engines[engine]
-        expired = self._expire(engine, books, step)
         index = self._index(books, group)
-        results = [self._reserve_chain(books, index, step, chain, now) for chain in chains]
+        names = [unpack_names(chain.names) for chain in chains]  # may raise: before any change
+        late = books.reserved_before(step - self.reservation_steps)
+        expired = self._abort(engine, books, late, Reason.RESERVATION_EXPIRED)
+        results = [
+            self._reserve_chain(books, index, step, chain.parent, chunks, now)
+            for chain, chunks in zip(chains, names, strict=True)
+        ]
         for result in results:
             if result.reason is not None:
                 self.refused[result.reason] += 1
@@ -248,6 +247,7 @@ class Catalog:
         settlements = self.drop_engine(engine)
         books = self.engines.pop(engine, None)
         if books is not None:
+            self.space.detach(books.namespace)
             for reservation in list(books.quarantine.values()):
                 self._leave_quarantine(books, reservation, -1)
         return settlements
@@ -277,26 +277,24 @@ class Catalog:
         entry.last_used = now
         self.space.slots.page_of(entry.offset).last_used = now
 
-    def _miss(self, index: GroupIndex, chunks: int, name: bytes, now: float) -> MatchResult:
-        if name in index.entries:
-            return MatchResult(chunks, Reason.BEING_WRITTEN)
-        evicted_at = index.ghosts.get(name)
-        if evicted_at is not None:
-            return MatchResult(chunks, Reason.EVICTED, max(0.0, now - evicted_at))
-        return MatchResult(chunks, Reason.NEVER_SEEN)
-
     def _reserve_chain(
-        self, books: EngineBooks, index: GroupIndex, step: int, chain: Chain, now: float
+        self,
+        books: EngineBooks,
+        index: GroupIndex,
+        step: int,
+        after: bytes,
+        names: Sequence[Name],
+        now: float,
     ) -> ChainResult:
-        parent = index.entries.get(chain.parent) if chain.parent else None
-        if chain.parent and parent is None:
+        parent = index.entries.get(after) if after else None
+        if after and parent is None:
             return ChainResult(0, [], [], Reason.PARENT_MISSING)
         if parent is not None and not self._own(books, parent):
             return ChainResult(0, [], [], Reason.BEING_WRITTEN)
         present = 0
         numbers: list[int] = []
         offsets: list[int] = []
-        for name in unpack_names(chain.names):
+        for name in names:
             entry = index.entries.get(name)
             if entry is None:
                 entry = Entry(name, index, parent, now)
@@ -384,9 +382,7 @@ class Catalog:
 
     def _quarantine(self, books: EngineBooks, reservation: Reservation) -> None:
         if reservation.waiting_ranks:
-            page = self.space.slots.page_of(reservation.offset)
-            index = reservation.offset % self.space.slots.page_bytes // page.object_bytes
-            page.owners[index] = reservation
+            self.space.slots.change_owner(reservation.offset, reservation)
             books.quarantine[reservation.number] = reservation
         else:
             self.space.slots.free(reservation.offset)
@@ -401,12 +397,3 @@ class Catalog:
         if not reservation.waiting_ranks:
             del books.quarantine[reservation.number]
             self.space.slots.free(reservation.offset)
-
-    def _expire(self, engine: str, books: EngineBooks, step: int) -> list[Settlement]:
-        oldest = step - self.reservation_steps
-        late: list[Reservation] = []
-        for reservation in books.open.values():  # in order of their steps
-            if reservation.step >= oldest:
-                break
-            late.append(reservation)
-        return self._abort(engine, books, late, Reason.RESERVATION_EXPIRED)

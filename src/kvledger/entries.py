@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from kvledger.eviction import LeafQueue
 from kvledger.naming import NAME_BYTES, Name, NamespaceId
@@ -52,6 +53,15 @@ class GroupIndex:
             else:
                 low, found = middle, entry
         return found
+
+    def why_missing(self, name: bytes, now: float) -> tuple[Reason, float]:
+        """Why a look-up does not find ``name``, and seconds since its eviction (else 0)."""
+        if name in self.entries:
+            return Reason.BEING_WRITTEN, 0.0
+        evicted_at = self.ghosts.get(name)
+        if evicted_at is not None:
+            return Reason.EVICTED, max(0.0, now - evicted_at)
+        return Reason.NEVER_SEEN, 0.0
 
     def _visible(self, names: bytes, position: int) -> Entry | None:
         entry = self.entries.get(names[position * NAME_BYTES : (position + 1) * NAME_BYTES])
@@ -124,6 +134,16 @@ class Entry:
         elif self.children is not None:
             yield self.children
 
+    def offsets_to_here(self, first: int) -> list[int]:
+        """Slots of the chunks from depth ``first`` to this one, in the order of the chain."""
+        offsets: list[int] = []
+        entry: Entry | None = self
+        while entry is not None and entry.depth >= first:
+            offsets.append(entry.offset)
+            entry = entry.parent
+        offsets.reverse()
+        return offsets
+
     def subtree(self) -> Iterator[Entry]:
         """This entry and all its descendants, each before its children."""
         stack = [self]
@@ -169,6 +189,10 @@ class EngineBooks:
     leases: dict[int, Entry] = field(default_factory=dict)
     open: dict[int, Reservation] = field(default_factory=dict)
     quarantine: dict[int, Reservation] = field(default_factory=dict)
+
+    def reserved_before(self, step: int) -> list[Reservation]:
+        """Open reservations that were made before this step of the engine, the oldest first."""
+        return list(takewhile(lambda reservation: reservation.step < step, self.open.values()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,18 @@ class LeafQueue:
             candidate.queued = True
             heapq.heappush(self._heap, (candidate.last_used, next(self._order), candidate))
 
+    def compact(self) -> None:
+        """Let go of objects that are not evictable any more; O(n)."""
+        kept: list[tuple[float, int, Candidate]] = []
+        for item in self._heap:
+            candidate = item[2]
+            if candidate.evictable:
+                kept.append(item)
+            else:
+                candidate.queued = False
+        heapq.heapify(kept)
+        self._heap = kept
+
     def peek(self) -> Candidate | None:
         """The least recently used candidate, which stays queued; None if there is none."""
         heap = self._heap

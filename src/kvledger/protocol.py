@@ -15,6 +15,7 @@ Conversation of one engine (one scheduler process, ``world_size`` worker process
     workers        Commit / Abort                 -> Done
     the server     Settled, to the scheduler, once every rank has committed, or none will
     scheduler      Release                        -> Done
+    scheduler      Report (an account is closed)  -> Done
 
 Names and numbers travel packed in one bytes field: names as :mod:`kvledger.naming` packs them,
 offsets and reservation ids as little-endian unsigned 64-bit integers.
@@ -170,6 +171,38 @@ class Abort(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class Report(Message, frozen=True, kw_only=True):
+    """The closed account of one request, from the engine's scheduler.
+
+    Attributes:
+        request: the engine's id of the request.
+        tokens: prompt and generated tokens when it ended.
+        chunk_tokens: tokens of one chunk.
+        local_tokens: found in the engine's own prefix cache at first admission.
+        external_tokens: loaded from the server, over the request's life.
+        miss: why the look-up found no more; empty if it found all.
+        fates: run lengths along the chain: (fate, or "skipped:reason"; number of chunks).
+        dropped: counts of fates of chunks whose tokens were cut off again.
+        imbalance: empty, or why the books do not balance.
+    """
+
+    request: str
+    tokens: int
+    chunk_tokens: int
+    local_tokens: int
+    external_tokens: int
+    miss: str
+    fates: list[tuple[str, int]]
+    dropped: dict[str, int]
+    imbalance: str
+
+
+class Explain(Message, frozen=True, kw_only=True):
+    """Ask for the latest reports, as JSON; ``request`` empty: all that are kept."""
+
+    request: str
+
+
 class Status(Message, frozen=True, kw_only=True):
     """Ask for the server's state, as JSON."""
 
@@ -244,7 +277,7 @@ class Reserved(Message, frozen=True, kw_only=True):
 
 
 class StatusReply(Message, frozen=True, kw_only=True):
-    """Answer to Status: a JSON document."""
+    """Answer to Status and Explain: a JSON document."""
 
     document: bytes
 
@@ -299,7 +332,20 @@ class Settled(Message, frozen=True, kw_only=True):
     reason: str
 
 
-Request = Hello | Describe | Match | Locate | Release | Reserve | Commit | Abort | Status | Clear
+Request = (
+    Hello
+    | Describe
+    | Match
+    | Locate
+    | Release
+    | Reserve
+    | Commit
+    | Abort
+    | Report
+    | Explain
+    | Status
+    | Clear
+)
 Reply = (
     Welcome | Done | Matched | Located | Reserved | StatusReply | Cleared | Error
     | Opened | Closed | Settled
@@ -308,6 +354,8 @@ Reply = (
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
+_UNDECODABLE = (msgspec.DecodeError, RecursionError)
+"""What a decoder raises on bytes that are no message; RecursionError on deeply nested ones."""
 
 
 def encode(message: Request | Reply) -> bytes:
@@ -329,7 +377,7 @@ def decode_request(payload: bytes) -> Request:
     """One request from a frame's payload. Raises ProtocolError on anything else."""
     try:
         return _requests.decode(payload)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except _UNDECODABLE as error:
         raise ProtocolError(f"not a kvledger request: {error}") from error
 
 
@@ -337,7 +385,7 @@ def decode_reply(payload: bytes) -> Reply:
     """One reply or push from a frame's payload. Raises ProtocolError on anything else."""
     try:
         return _replies.decode(payload)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except _UNDECODABLE as error:
         raise ProtocolError(f"not a kvledger reply: {error}") from error
 
 

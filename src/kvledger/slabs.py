@@ -37,6 +37,10 @@ class Page(Generic[Owner]):
         return bool(self._free)
 
     @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    @property
     def is_empty(self) -> bool:
         return len(self._free) == len(self.owners)
 
@@ -113,6 +117,16 @@ class SlotAllocator(Generic[Owner]):
         else:
             with_room[page.number] = page
 
+    def change_owner(self, offset: int, owner: Owner) -> None:
+        """The occupied slot at ``offset`` belongs to ``owner`` from now on."""
+        page = self.page_of(offset)
+        page.owners[offset % self.page_bytes // page.object_bytes] = owner
+
+    @property
+    def used_slots(self) -> int:
+        """Slots that are occupied."""
+        return sum(len(page.owners) - page.free_slots for page in self._in_use.values())
+
     def page_of(self, offset: int) -> Page[Owner]:
         """The page in use that holds ``offset``."""
         return self._in_use[offset // self.page_bytes]
@@ -131,3 +145,6 @@ class SlotAllocator(Generic[Owner]):
             assert not page.is_empty
             listed = number in self._with_room.get(page.object_bytes, {})
             assert listed == page.has_room
+            assert page.object_bytes * len(page.owners) <= self.page_bytes
+            occupied = sum(owner is not None for owner in page.owners)
+            assert occupied + page.free_slots == len(page.owners)

@@ -1,15 +1,15 @@
 """Room for new objects: slots, and whom to evict when there are none.
 
 Owns every index and the slot allocator. Eviction happens on allocation only, by bytes. The oldest
-leaf of all groups goes first, except that a namespace may not be pushed below its floor for the
-sake of another. If that leaf has another size, a whole page of its size goes instead, with all
+leaf of all groups goes first, except that a namespace in use may not be pushed below its floor for
+the sake of another. If that leaf has another size, a whole page of its size goes instead, with all
 that hangs on its objects.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 from kvledger.entries import Entry, GroupIndex, Reservation
 from kvledger.errors import KVLedgerError
@@ -18,9 +18,11 @@ from kvledger.reasons import Reason
 from kvledger.slabs import Page, SlotAllocator
 
 PAGE_CANDIDATES = 4
-"""Pages looked at before one is given to another size: each look walks what hangs on the page."""
+"""Pages that may go, compared before one is given to another size: each is walked in full."""
 GHOST_SHARE = 4
 """One evicted name is remembered for every so many entries the catalog may hold."""
+LEAF_SLACK = 1024
+"""Stale items of a leaf queue that are not worth a compaction, beside as many as live ones."""
 
 
 class ObjectTooLargeError(KVLedgerError):
@@ -34,7 +36,8 @@ class Space:
         pages: number of pages of the arena.
         page_bytes: size of each.
         max_entries: entries the catalog's own memory allows.
-        namespace_floor: share of the arena below which no other namespace may push one.
+        namespace_floor: share of the arena below which no other namespace may push one that an
+            engine works in; at most an equal share of the arena.
     """
 
     def __init__(
@@ -45,6 +48,9 @@ class Space:
         )
         self.max_entries = max_entries
         self.floor_bytes = int(pages * page_bytes * namespace_floor)
+        self.attached: Counter[NamespaceId] = Counter()
+        """Engines that work in each namespace: what nobody works in has no floor, or the
+        namespaces of past epochs would keep the arena from the present one."""
         self.indexes: dict[NamespaceId, list[GroupIndex]] = {}
         self.total_entries = 0
         self.total_ghosts = 0
@@ -55,7 +61,10 @@ class Space:
 
         Raises:
             ObjectTooLargeError: an object is larger than a page.
+            ValueError: a size is not positive, or the namespace is open with other sizes.
         """
+        if not object_bytes or min(object_bytes) < 1:
+            raise ValueError(f"a namespace has groups with objects of ≥ 1 byte: {object_bytes}")
         largest = max(object_bytes)
         page_bytes = self.slots.page_bytes
         if largest > page_bytes:
@@ -68,6 +77,19 @@ class Space:
             self.indexes[namespace] = [
                 GroupIndex(namespace, group, size) for group, size in enumerate(object_bytes)
             ]
+        known = [index.object_bytes for index in self.indexes[namespace]]
+        if known != list(object_bytes):
+            raise ValueError(f"the namespace has objects of {known} bytes, not {object_bytes}")
+
+    def attach(self, namespace: NamespaceId) -> None:
+        """One more engine works in the namespace."""
+        self.attached[namespace] += 1
+
+    def detach(self, namespace: NamespaceId) -> None:
+        """One engine fewer works in the namespace."""
+        self.attached[namespace] -= 1
+        if not self.attached[namespace]:
+            del self.attached[namespace]
 
     def all_indexes(self) -> Iterator[GroupIndex]:
         return (index for group in self.indexes.values() for index in group)
@@ -79,17 +101,17 @@ class Space:
     def place(self, entry: Entry, now: float) -> Reason | None:
         """Give a new entry a slot and put it into its index, evicting others if need be.
 
-        Modifies nothing and returns the reason if there is no room. The caller has made sure that
-        what the entry hangs on cannot be evicted meanwhile.
+        Returns the reason if there is no room; the entry is nowhere then. The caller has made sure
+        that what the entry hangs on cannot be evicted meanwhile.
         """
         index = entry.index
-        if self.total_entries >= self.max_entries and not self._evict_for(index, leaf_only=True):
+        if self.total_entries >= self.max_entries and not self._evict_any(index, now):
             return Reason.NO_ROOM
         offset = self.slots.allocate(index.object_bytes, entry, now)
         if offset is None:
             if self.slots.growing:
                 return Reason.ARENA_GROWING
-            if not self._evict_for(index, leaf_only=False):
+            if not self._evict_for(index, now):
                 return Reason.NO_ROOM
             offset = self.slots.allocate(index.object_bytes, entry, now)
             assert offset is not None, "evicting made no room"
@@ -115,70 +137,94 @@ class Space:
         if free_slot:
             self.slots.free(entry.offset)
 
-    def evict(self, entry: Entry) -> None:
+    def evict(self, entry: Entry, now: float) -> None:
         """Remove a leaf to make room, and remember its name."""
         self.remove(entry)
         self.evicted += 1
-        ghosts = entry.index.ghosts
-        ghosts[entry.name] = entry.last_used
+        index = entry.index
+        if len(index.leaves) > 2 * len(index.entries) + LEAF_SLACK:
+            index.leaves.compact()
+        index.ghosts[entry.name] = now
         self.total_ghosts += 1
         while self.total_ghosts > max(1, self.max_entries // GHOST_SHARE):
             longest = max(self.all_indexes(), key=lambda index: len(index.ghosts))
             longest.ghosts.popitem(last=False)
             self.total_ghosts -= 1
 
-    def _evict_for(self, wanting: GroupIndex, *, leaf_only: bool) -> bool:
-        """Free a slot of the wanted size (or, ``leaf_only``, any one entry)."""
-        for leaf in sorted(self._oldest_leaves(wanting), key=lambda leaf: leaf.last_used):
-            if leaf_only or leaf.index.object_bytes == wanting.object_bytes:
-                self.evict(leaf)
+    def _evict_any(self, wanting: GroupIndex, now: float) -> bool:
+        """Evict the oldest leaf of any size."""
+        leaf = next(iter(self._oldest_leaves(wanting)), None)
+        if leaf is not None:
+            self.evict(leaf, now)
+        return leaf is not None
+
+    def _evict_for(self, wanting: GroupIndex, now: float) -> bool:
+        """Free a slot of the wanted size, or a page; False if nothing that would do may go."""
+        futile: set[int] = set()
+        for leaf in self._oldest_leaves(wanting):
+            size = leaf.index.object_bytes
+            if size == wanting.object_bytes:
+                self.evict(leaf, now)
                 return True
-            if self._reclaim_page(leaf.index.object_bytes, wanting):
+            if size not in futile and self._reclaim_page(size, wanting, now):
                 return True
+            futile.add(size)
         return False
 
-    def _oldest_leaves(self, wanting: GroupIndex) -> Iterator[Entry]:
-        for namespace, group in self.indexes.items():
-            if namespace != wanting.namespace and self.used_bytes(namespace) <= self.floor_bytes:
-                continue
-            for index in group:
+    def _oldest_leaves(self, wanting: GroupIndex) -> list[Entry]:
+        """The oldest leaf of each group that may lose one, the oldest of all first."""
+        leaves: list[Entry] = []
+        for index in self.all_indexes():
+            if self._may_lose(index.namespace, index.object_bytes, wanting):
                 leaf = index.leaves.peek()
                 if leaf is not None:
                     assert isinstance(leaf, Entry)
-                    yield leaf
+                    leaves.append(leaf)
+        return sorted(leaves, key=lambda leaf: leaf.last_used)
 
-    def _reclaim_page(self, object_bytes: int, wanting: GroupIndex) -> bool:
+    def _may_lose(self, namespace: NamespaceId, lost_bytes: int, wanting: GroupIndex) -> bool:
+        """Whether the namespace keeps its floor when it loses so much for the sake of another."""
+        if namespace == wanting.namespace or namespace not in self.attached:
+            return True
+        equal_share = self.slots.pages * self.slots.page_bytes // len(self.attached)
+        return self.used_bytes(namespace) - lost_bytes >= min(self.floor_bytes, equal_share)
+
+    def _reclaim_page(self, object_bytes: int, wanting: GroupIndex, now: float) -> bool:
         """Empty the page of ``object_bytes`` that was used least lately; False if none may go."""
-        pages = sorted(self.slots.pages_of(object_bytes), key=lambda page: page.last_used)
-        best: tuple[float, list[Entry]] | None = None
-        for page in islice(pages, PAGE_CANDIDATES):
+        candidates: list[tuple[float, list[Entry]]] = []
+        for page in sorted(self.slots.pages_of(object_bytes), key=lambda page: page.last_used):
             doomed = self._doomed_with(page, wanting)
-            if doomed is None:
-                continue
-            last_used = max(entry.last_used for entry in doomed)
-            if best is None or last_used < best[0]:
-                best = (last_used, doomed)
-        if best is None:
+            if doomed is not None:
+                candidates.append((max(entry.last_used for entry in doomed), doomed))
+                if len(candidates) == PAGE_CANDIDATES:
+                    break
+        if not candidates:
             return False
-        for entry in reversed(best[1]):
-            self.evict(entry)
+        _, doomed = min(candidates, key=lambda candidate: candidate[0])
+        for entry in reversed(doomed):
+            self.evict(entry, now)
         return True
 
     def _doomed_with(
         self, page: Page[Entry | Reservation], wanting: GroupIndex
     ) -> list[Entry] | None:
         """All that goes if the page goes, parents before children; None if something must stay."""
-        doomed: dict[Entry, None] = {}
+        doomed: set[Entry] = set()
+        lost: Counter[NamespaceId] = Counter()
+        stack: list[Entry] = []
         for owner in page.occupants():
             if not isinstance(owner, Entry):
                 return None
-            protected = owner.index.namespace != wanting.namespace and (
-                self.used_bytes(owner.index.namespace) <= self.floor_bytes
-            )
-            if protected:
-                return None
-            for entry in owner.subtree():
+            stack.append(owner)
+            while stack:
+                entry = stack.pop()
+                if entry in doomed:  # and so is all that hangs on it
+                    continue
                 if entry.leases or not entry.visible:
                     return None
-                doomed[entry] = None
+                doomed.add(entry)
+                lost[entry.index.namespace] += entry.index.object_bytes
+                stack.extend(entry.iterate_children())
+        if not all(self._may_lose(namespace, lost[namespace], wanting) for namespace in lost):
+            return None
         return sorted(doomed, key=lambda entry: entry.depth)

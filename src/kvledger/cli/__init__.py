@@ -1,0 +1,118 @@
+"""The command line. Commands import what they need when they run, so that each starts fast.
+
+Exit codes: 0 done; 1 no server, or it refused; 2 wrong usage or an option that cannot be right.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kvledger import __version__
+from kvledger.errors import ConfigurationError, KVLedgerError
+
+app = typer.Typer(
+    help="A KV-cache server for vLLM engines whose books always balance.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+SocketOption = Annotated[
+    str | None,
+    typer.Option("--socket", help="The server's Unix socket.", show_default="the default place"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the document as JSON.")]
+
+
+def main() -> None:
+    """Entry point of the ``kvledger`` command."""
+    try:
+        app(prog_name="kvledger")
+    except ConfigurationError as error:
+        print(f"kvledger: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KVLedgerError as error:
+        print(f"kvledger: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvledger {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit."),
+    ] = False,
+) -> None:
+    """A KV-cache server for vLLM engines whose books always balance."""
+
+
+@app.command()
+def serve(
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Memory to use in all, such as 8GiB. Required.", show_default=False),
+    ] = None,
+    socket: SocketOption = None,
+    http: Annotated[
+        str | None,
+        typer.Option(help="host:port for HTTP, or off.", show_default="127.0.0.1:9470"),
+    ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(help="Unix group whose members may connect too.", show_default=False),
+    ] = None,
+    namespace_floor: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the memory that no other model may push a model below.",
+            show_default="1/16",
+        ),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="TOML file with these options; flags win.", show_default=False),
+    ] = None,
+) -> None:
+    """Run the server until it gets SIGTERM or SIGINT."""
+    from kvledger.cli.serve import run_serve
+
+    run_serve(
+        memory=memory,
+        socket=socket,
+        http=http,
+        group=group,
+        namespace_floor=namespace_floor,
+        config_path=config,
+    )
+
+
+@app.command()
+def status(socket: SocketOption = None, json: JsonOption = False) -> None:
+    """Show what the server holds, for whom, and why not more."""
+    from kvledger.cli.status import run_status
+
+    run_status(socket, as_json=json)
+
+
+@app.command()
+def clear(
+    namespace: Annotated[
+        str, typer.Option(help="Id of one namespace.", show_default="all namespaces")
+    ] = "",
+    socket: SocketOption = None,
+) -> None:
+    """Drop the objects that no engine is using."""
+    from kvledger.client import Client
+
+    with Client(socket) as client:
+        typer.echo(f"{client.clear(namespace)} objects dropped")

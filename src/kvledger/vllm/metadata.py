@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+SKIP_BLOCK = -1
+"""In a load: this block of the chunk is not wanted (it is local, or beyond the hit)."""
+
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
@@ -19,7 +22,8 @@ class CopyPlan:
     Attributes:
         group: KV-cache group index.
         offsets: packed u64, one arena offset (bytes) for each chunk.
-        block_ids: packed i32, ``blocks_per_chunk`` engine block ids for each chunk, in order.
+        block_ids: packed i32, ``blocks_per_chunk`` engine block ids for each chunk, in order; in
+            a load, :data:`SKIP_BLOCK` stands for a block that must not be written.
         reservations: packed u64, one for each chunk of a store; empty for a load.
     """
 
@@ -48,7 +52,10 @@ class StepPlan:
         rescues: blocks of requests that finished or were preempted; read in
             ``handle_preemptions``, before anything of this step writes.
         loads: loads to start in this step.
-        failed_loads: requests whose load cannot be made; reported as failed in this step.
+        failed_loads: requests whose load no worker was told of and that cannot be made; reported
+            as failed in this step.
+        cancelled_loads: loads begun in an earlier step that must not complete; reported as failed
+            unless they have been reported already.
     """
 
     boot: str = ""
@@ -57,6 +64,7 @@ class StepPlan:
     rescues: tuple[CopyPlan, ...] = ()
     loads: tuple[LoadPlan, ...] = ()
     failed_loads: tuple[str, ...] = ()
+    cancelled_loads: tuple[str, ...] = ()
 
 
 @dataclass

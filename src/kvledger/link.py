@@ -1,0 +1,132 @@
+"""A connection that comes back by itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable
+
+from kvledger.connection import Connection
+from kvledger.errors import KVLedgerError, ServerUnavailableError
+from kvledger.protocol import Hello
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY_SECONDS = 0.1
+LAST_RETRY_SECONDS = 0.5
+
+
+class Link:
+    """Keeps a connection to a server that may come and go; a daemon thread does the waiting.
+
+    Args:
+        socket_path: where the server listens.
+        make_hello: called on the thread before each attempt.
+        on_connected: called on the thread with a new connection before it is published; a worker
+            describes itself here, so that an idle engine attaches again by itself. If it raises,
+            the connection is closed and the attempt counts as failed.
+
+    Attributes:
+        connects: connections made so far.
+        last_error: why the latest attempt failed, as a sentence; empty after a success.
+    """
+
+    def __init__(
+        self,
+        socket_path: str,
+        make_hello: Callable[[], Hello],
+        *,
+        on_connected: Callable[[Connection], None] | None = None,
+    ) -> None:
+        self.connects = 0
+        self.last_error = ""
+        self._socket_path = socket_path
+        self._make_hello = make_hello
+        self._on_connected = on_connected
+        self._connection: Connection | None = None
+        self._warned = False
+        self._closing = False
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="kvledger-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def connection(self) -> Connection | None:
+        """The connection in use, or None without a server. Never blocks."""
+        connection = self._connection
+        return None if connection is None or connection.closed else connection
+
+    def close(self) -> None:
+        """End the thread and the connection; waits for an attempt under way. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join()
+        os.close(self._wake_fd)
+
+    # ------------------------------------------------------------ thread
+
+    def _run(self) -> None:
+        retry_seconds = FIRST_RETRY_SECONDS
+        while not self._closing:
+            connection = self._attempt()
+            if connection is None:
+                self._sleep(retry_seconds)
+                retry_seconds = min(2 * retry_seconds, LAST_RETRY_SECONDS)
+                continue
+            retry_seconds = FIRST_RETRY_SECONDS
+            watched_fd = os.dup(connection.fileno())  # stays valid if its user closes it
+            self._connection = connection
+            self._watch(watched_fd)
+            self._connection = None
+            connection.close()
+            os.close(watched_fd)
+            if not self._closing:
+                logger.warning("lost the kvledger server on %s", self._socket_path)
+                self._warned = True
+                self._sleep(FIRST_RETRY_SECONDS)
+
+    def _attempt(self) -> Connection | None:
+        connection: Connection | None = None
+        try:
+            connection = Connection.open(self._socket_path, self._make_hello())
+            if self._on_connected is not None:
+                self._on_connected(connection)
+            if connection.closed:
+                raise ServerUnavailableError("the server closed the connection at once")
+        except Exception as error:
+            self._report(error)
+            if connection is not None:
+                connection.close()
+            return None
+        self.connects += 1
+        self.last_error = ""
+        if self._warned:
+            logger.warning("the kvledger server on %s is there", self._socket_path)
+            self._warned = False
+        return connection
+
+    def _report(self, error: Exception) -> None:
+        """Log a failure once until the next success; with a traceback if we did not expect it."""
+        expected = isinstance(error, KVLedgerError)
+        self.last_error = str(error) if expected else repr(error)
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "going on without cache: %s", self.last_error, exc_info=None if expected else error
+            )
+
+    def _watch(self, watched_fd: int) -> None:
+        """Sleep until the connection breaks or the link is closed."""
+        poll = select.poll()
+        poll.register(watched_fd, select.POLLRDHUP)
+        poll.register(self._wake_fd, select.POLLIN)
+        poll.poll()
+
+    def _sleep(self, seconds: float) -> None:
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        poll.poll(seconds * 1000)

@@ -1,0 +1,418 @@
+"""A vLLM engine without a model: the real scheduler, real connectors, small CPU tensors.
+
+One process holds vLLM's ``Scheduler`` (or ``AsyncScheduler``), one scheduler-side connector, and
+a worker-side connector for each rank. A step has three phases, as in vLLM's engine core, and a
+test may act between any of them::
+
+    begin_step()    schedule, build the connector's metadata
+    run_workers()   preemptions, loads, forward pass, saves, reports
+    finish_step()   the scheduler takes the output; requests stop
+
+:meth:`SimulatedEngine.step` and :meth:`SimulatedEngine.run` put them together. The byte oracle
+looks on at every phase and raises at the first wrong byte.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvledger.sim.forward import FakeModelRunner
+from kvledger.sim.memory import RankMemory, build_cache_config
+from kvledger.sim.model import (
+    ConnectorOptions,
+    EngineFields,
+    EngineOptions,
+    build_config,
+    write_model,
+)
+from kvledger.sim.observer import Observer
+from kvledger.sim.oracle import Oracle
+from kvledger.sim.pattern import Pattern, PatternShape, Prefix
+from kvledger.sim.records import Allocation, Event, Kind, StepRecord
+from kvledger.sim.requests import Prompt, make_hasher, make_request
+from kvledger.sim.watch import Watch
+from kvledger.sim.worker import Rank, WorkerGroup
+
+STEP_LIMIT = 4096
+"""Step records kept; older ones are dropped."""
+
+IDLE_SECONDS = 0.001
+"""What vLLM's engine core sleeps when requests wait and no step computes anything."""
+
+
+class EngineStuckError(AssertionError):
+    """The engine did not become idle within its bounds; the message lists the live requests."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step between its schedule and its update."""
+
+    output: Any
+    record: StepRecord
+    result: ModelRunnerOutput | None = None
+
+
+class SimulatedEngine:
+    """One engine; a context manager.
+
+    Attributes:
+        options: the set-up.
+        scheduler: vLLM's scheduler; read it, or drive it past this class at your own risk.
+        connector: the scheduler-side connector, or None.
+        workers: the ranks with their connectors and memories.
+        outputs: request id → tokens generated so far, as a client received them.
+        steps: records of finished steps, newest last, at most :data:`STEP_LIMIT`.
+        oracle: the byte oracle.
+    """
+
+    def __init__(
+        self,
+        connector: type | str | None = None,
+        *,
+        extra_config: dict[str, Any] | None = None,
+        kv_role: str = "kv_both",
+        engine_id: str | None = None,
+        load_failure_policy: str = "recompute",
+        model_directory: Path | None = None,
+        seed: int = 0,
+        **fields: Unpack[EngineFields],
+    ) -> None:
+        self.options = EngineOptions(**fields)
+        self.outputs: dict[str, list[int]] = {}
+        self.steps: deque[StepRecord] = deque(maxlen=STEP_LIMIT)
+        self.weights = self.options.weights
+        self._prompts: dict[str, Prompt] = {}
+        self._requests: dict[str, Request] = {}
+        self._prefixes: dict[str, Prefix] = {}
+        self._flights: deque[_Flight] = deque()
+        self._observer = Observer()
+        self._next_id = 0
+        self._reseeded: set[str] = set()
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        if model_directory is None:
+            self._directory = tempfile.TemporaryDirectory(prefix="simulated-model-")
+            model_directory = Path(self._directory.name)
+            write_model(model_directory, self.options.weights)
+        chosen = None
+        if connector is not None:
+            chosen = ConnectorOptions(
+                connector=connector,
+                extra_config=extra_config or {},
+                role=kv_role,
+                engine_id=engine_id,
+                load_failure_policy=load_failure_policy,
+            )
+        self._build(build_config(model_directory, self.options, chosen), random.Random(seed))
+
+    def _build(self, config: Any, rng: random.Random) -> None:
+        """Workers first, then the scheduler, then the handshake: vLLM's order."""
+        options = self.options
+        cache_config = build_cache_config(options)
+        memories = [RankMemory(cache_config, options) for _ in range(options.ranks)]
+        shape = PatternShape(
+            ranks=options.ranks,
+            groups=len(options.windows),
+            layers=options.layers,
+            lanes=options.heads,
+            max_tokens=options.max_model_len + 2 * (options.drafts + 1) + options.block_size,
+        )
+        self._pattern = Pattern(shape)
+        self.oracle = Oracle(options, self._pattern, memories)
+        runner = FakeModelRunner(options, self._pattern, memories, self._prefixes.__getitem__, rng)
+        ranks = [
+            Rank(config, cache_config, index, memory) for index, memory in enumerate(memories)
+        ]
+        self.workers = WorkerGroup(ranks, runner, options)
+        scheduler_class = AsyncScheduler if options.async_scheduling else Scheduler
+        self.scheduler = scheduler_class(
+            vllm_config=config,
+            kv_cache_config=cache_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=options.block_size,
+            hash_block_size=options.block_size,
+        )
+        self.scheduler.use_v2_model_runner = options.model_runner == 2
+        self.connector = self.scheduler.connector
+        if self.connector is not None:
+            self.workers.connect(self.connector)
+            self._observer.attach(self.connector)
+        algorithm = config.cache_config.prefix_caching_hash_algo
+        self._hasher = make_hasher(algorithm, options.block_size)
+        self._watch = Watch(self.scheduler, self.workers, self.oracle, self._observer)
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    def add(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int = 1,
+        request_id: str | None = None,
+        stop_token_ids: Sequence[int] = (),
+        salt: str | None = None,
+        adapter: LoRARequest | None = None,
+        variant: str = "",
+        transfer_params: dict[str, Any] | None = None,
+        priority: int = 0,
+        skip_reading_prefix_cache: bool = False,
+    ) -> str:
+        """Queue a request; returns its id. See :class:`Prompt` for the arguments."""
+        if request_id is None:
+            request_id = f"r{self._next_id}"
+            self._next_id += 1
+        prompt = Prompt(
+            tokens=list(tokens),
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            salt=salt,
+            adapter=adapter,
+            variant=variant,
+            transfer_params=transfer_params or {},
+            priority=priority,
+            skip_reading_prefix_cache=skip_reading_prefix_cache,
+        )
+        self._prompts[request_id] = prompt
+        self._prefixes[request_id] = Prefix(
+            self._pattern, prompt.seed(self.weights), prompt.tokens
+        )
+        self.outputs[request_id] = []
+        self._observer.note(Kind.ADDED, request_id, len(prompt.tokens))
+        request = make_request(request_id, prompt, self._hasher)
+        self._requests[request_id] = request
+        self.scheduler.add_request(request)
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        """End a request as a disconnecting client does; allowed between any two phases."""
+        self._observer.note(Kind.ABORTED, request_id)
+        self._remember(request_id)
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def external_hit(self, request_id: str) -> int:
+        """Tokens that the connector was told to load at the request's last admission."""
+        admissions = self.allocations(request_id)
+        return admissions[-1].external if admissions else 0
+
+    def local_hit(self, request_id: str) -> int:
+        """Tokens found in vLLM's own prefix cache at the request's last admission."""
+        admissions = self.allocations(request_id)
+        return admissions[-1].local if admissions else 0
+
+    def allocations(self, request_id: str) -> list[Allocation]:
+        """All admissions of a request, oldest first; empty without a connector."""
+        return self._observer.allocations.get(request_id, [])
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """The log, oldest first."""
+        return self._observer.events
+
+    def forget_finished(self) -> None:
+        """Drop outputs, prompts and admissions of requests that are gone (long runs)."""
+        kept = self.scheduler.requests.keys() | self.workers.runner.requests.keys()
+        for request_id in self._prompts.keys() - kept:
+            for table in (self._prompts, self._prefixes, self.outputs):
+                del table[request_id]
+            self._observer.forget(request_id)
+
+    # ---- stepping ---------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether vLLM's engine core would sleep: nothing to schedule, nothing in flight."""
+        return not self._flights and not self.scheduler.has_requests()
+
+    @property
+    def in_flight(self) -> int:
+        """Steps that are scheduled and not yet finished."""
+        return len(self._flights)
+
+    @property
+    def step_count(self) -> int:
+        """Steps begun since the engine was built."""
+        return self._observer.step
+
+    @property
+    def waits_for_workers(self) -> bool:
+        """Whether a step is scheduled whose workers did not run."""
+        return any(flight.result is None for flight in self._flights)
+
+    @property
+    def oldest_waits_for_workers(self) -> bool:
+        """Whether :meth:`finish_step` has to wait for :meth:`run_workers`."""
+        return bool(self._flights) and self._flights[0].result is None
+
+    def begin_step(self) -> StepRecord:
+        """Schedule one step. Raises RuntimeError when the engine may not run further ahead."""
+        limit = 2 if self.options.async_scheduling else 1
+        if len(self._flights) >= limit:
+            raise RuntimeError(f"{limit} steps are in flight; call finish_step() first")
+        self._observer.step += 1
+        output = self.scheduler.schedule()
+        record = self._watch.scheduled(output)
+        self._flights.append(_Flight(output, record))
+        return record
+
+    def run_workers(self) -> StepRecord:
+        """Execute the oldest step that was not; the oracle checks reads, loads and canaries."""
+        flight = next((flight for flight in self._flights if flight.result is None), None)
+        if flight is None:
+            raise RuntimeError("no step waits for its workers; call begin_step() first")
+        flight.result = self.workers.execute(flight.output)
+        self._watch.executed(flight.record, flight.result, self._prefixes)
+        return flight.record
+
+    def finish_step(self) -> StepRecord:
+        """Hand the oldest executed step's output to the scheduler."""
+        if not self._flights or self._flights[0].result is None:
+            raise RuntimeError("no step was executed; call run_workers() first")
+        flight = self._flights.popleft()
+        ended = self.scheduler.update_from_output(flight.output, flight.result)
+        for outputs in ended.values():
+            for output in outputs.outputs:
+                self.outputs[output.request_id] += output.new_token_ids
+                if output.finish_reason is not None:
+                    self._observer.note(Kind.FINISHED, output.request_id)
+                    self._remember(output.request_id)
+                    self._check_output(output.request_id)
+        if self.options.drafts and not self.options.async_scheduling and flight.record.scheduled:
+            drafts = self.workers.drafts
+            self.scheduler.update_draft_token_ids(
+                DraftTokenIds(list(drafts), [list(tokens) for tokens in drafts.values()])
+            )
+        self.steps.append(flight.record)
+        return flight.record
+
+    def step(self) -> StepRecord | None:
+        """One turn of the engine core's loop; returns the step it finished, if any.
+
+        With asynchronous scheduling a turn fills the queue of two before it takes an output.
+        """
+        limit = 2 if self.options.async_scheduling else 1
+        if len(self._flights) < limit and self.scheduler.has_requests():
+            record = self.begin_step()
+            self._run_pending()
+            if len(self._flights) < limit and (record.scheduled or self.scheduler.has_requests()):
+                return None
+        self._run_pending()
+        return self.finish_step() if self._flights else None
+
+    def run(self, *, max_steps: int = 100_000, deadline_seconds: float = 60.0) -> None:
+        """Step until idle.
+
+        Raises:
+            EngineStuckError: not idle within ``max_steps`` turns or ``deadline_seconds``.
+        """
+        deadline = time.monotonic() + deadline_seconds
+        for _ in range(max_steps):
+            if self.is_idle:
+                return
+            record = self.step()
+            if record is not None and not record.scheduled and not record.loads_finished:
+                self._rest()
+                if time.monotonic() > deadline:
+                    break
+        if not self.is_idle:
+            raise EngineStuckError(f"not idle after {max_steps} steps or {deadline_seconds} s: "
+                                   f"{self._describe_requests()}")  # fmt: skip
+
+    def reset_prefix_cache(self, *, connector: bool = False, running: bool = False) -> bool:
+        """vLLM's ``reset_prefix_cache``; the flags are reset_connector, reset_running_requests."""
+        self._observer.note(Kind.RESET)
+        done: bool = self.scheduler.reset_prefix_cache(
+            reset_running_requests=running, reset_connector=connector
+        )
+        return done
+
+    def update_weights(self, weights: str) -> None:
+        """Change the model's weights in place, as vLLM's weight-update path does.
+
+        Everything running is preempted and both caches are reset before. From here on every
+        token has other KV bytes. Raises RuntimeError with steps in flight or loads under way.
+        """
+        if self._flights:
+            raise RuntimeError("finish the steps in flight before the weights change")
+        self.reset_prefix_cache(connector=True, running=True)
+        self.weights = weights
+        self.oracle.forget_contents()
+        for request_id in self.scheduler.requests:
+            self._prefixes[request_id].reseed(self._prompts[request_id].seed(weights))
+            self._reseeded.add(request_id)
+
+    # ---- checks -----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Compare everything that has to hold KV with the pattern; look for leaked blocks.
+
+        Raises:
+            OracleError: with the places that differ.
+            RuntimeError: a step is scheduled whose workers did not run.
+        """
+        if self.waits_for_workers:
+            raise RuntimeError("a step waits for its workers; call run_workers() first")
+        self._watch.check_everything(self._prefixes, settled=not self._flights)
+
+    def close(self) -> None:
+        """Shut both sides of the connector down and remove the model directory."""
+        self.scheduler.shutdown()
+        self.workers.shutdown()
+        if self._directory is not None:
+            self._directory.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run_pending(self) -> None:
+        while self.waits_for_workers:
+            self.run_workers()
+
+    def _rest(self) -> None:
+        if self.scheduler.has_requests():
+            time.sleep(IDLE_SECONDS)
+
+    def _remember(self, request_id: str) -> None:
+        """Keep what the blocks of a request hold before the request goes."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self.oracle.remember(request.block_hashes, self._prefixes[request_id])
+
+    def _check_output(self, request_id: str) -> None:
+        if request_id in self._reseeded:
+            self._reseeded.discard(request_id)
+            return
+        prompt = self._prompts[request_id]
+        tokens = [*prompt.tokens, *self.outputs[request_id]]
+        prefix = Prefix(self._pattern, prompt.seed(self.weights), tokens)
+        self.oracle.check_output(request_id, prefix, len(prompt.tokens))
+
+    def _describe_requests(self) -> str:
+        return ", ".join(
+            f"{request.request_id} {request.status.name} "
+            f"{request.num_computed_tokens}/{request.num_tokens}"
+            for request in self.scheduler.requests.values()
+        )

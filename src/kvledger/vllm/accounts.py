@@ -1,0 +1,110 @@
+"""Accounts of requests that are over: closed once every chunk has its final fate, then reported."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from itertools import groupby
+
+from kvledger.ledger import Account
+from kvledger.protocol import Report
+from kvledger.reasons import Reason
+from kvledger.vllm.channel import Channel
+from kvledger.vllm.tracked import Tracked
+
+logger = logging.getLogger("kvledger")
+
+
+class Accounts:
+    """See the module.
+
+    Attributes:
+        closing: requests that are over and whose account is open.
+        totals: final fates of all chunks of all closed accounts.
+        closed: number of closed accounts.
+        unbalanced: closed accounts whose books do not balance; must stay 0.
+        failed_loads: loads that failed and were recomputed.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.closing: list[Tracked] = []
+        self.totals: Counter[str] = Counter()
+        self.closed = 0
+        self.unbalanced = 0
+        self.failed_loads = 0
+        self._refusals: set[str] = set()
+
+    def begin_closing(self, tracked: Tracked) -> None:
+        """The request is over; a load under way may still answer."""
+        if tracked.load is None:
+            tracked.account.end()
+        self.closing.append(tracked)
+        self.close_settled()
+
+    def to_rescue(self) -> list[Tracked]:
+        """Ended requests that still owe chunks whose bytes can be read in the next step only."""
+        return [t for t in self.closing if t.account.ended and t.account.open_chunks]
+
+    def close_settled(self) -> None:
+        """Close every account that has nothing under way any more."""
+        still: list[Tracked] = []
+        for tracked in self.closing:
+            if tracked.load is None and not tracked.account.ended:
+                tracked.account.end()
+            if tracked.load is None and not tracked.account.open_chunks:
+                self._close(tracked)
+            else:
+                still.append(tracked)
+        self.closing = still
+
+    def lose_server(self) -> None:
+        """What was being written when the server went is not stored anywhere."""
+        for tracked in self.closing:
+            tracked.account.lose_server()
+            if tracked.account.ended:
+                tracked.account.give_up(Reason.SERVER_ABSENT)
+        self.close_settled()
+
+    def tell_refusal(self, code: str, message: str) -> None:
+        """Log once why the server refuses this engine; it runs on without the cache."""
+        if code not in self._refusals:
+            self._refusals.add(code)
+            logger.warning("kvledger: the server refuses this engine: %s", message)
+
+    def _close(self, tracked: Tracked) -> None:
+        account = tracked.account
+        balance = account.balance()
+        self.totals.update(balance)
+        self.closed += 1
+        imbalance = account.imbalance()
+        if imbalance is not None:
+            self.unbalanced += 1
+            logger.error(
+                "kvledger: the account of request %s does not balance: %s",
+                account.request_id,
+                imbalance,
+            )
+        self._channel.send(
+            lambda number: Report(
+                id=number,
+                request=account.request_id,
+                tokens=tracked.request.num_tokens,
+                chunk_tokens=account.chunk_tokens,
+                local_tokens=tracked.first_local_tokens or 0,
+                external_tokens=tracked.external_tokens,
+                miss=tracked.miss or "",
+                fates=run_lengths(account),
+                dropped=dict(account.dropped),
+                imbalance=imbalance or "",
+            )
+        )
+
+
+def run_lengths(account: Account) -> list[tuple[str, int]]:
+    """Fates along the chain as (fate or "skipped:reason", number of chunks)."""
+    words = [
+        f"{fate}:{account.reasons[chunk]}" if chunk in account.reasons else str(fate)
+        for chunk, fate in enumerate(account.fates)
+    ]
+    return [(word, sum(1 for _ in run)) for word, run in groupby(words)]

@@ -1,0 +1,69 @@
+"""Processes seen through /proc. The tree of a real engine is tested in tests/engine/test_lab.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvledger.lab.processes import (
+    cpu_seconds,
+    engine_pids,
+    is_running,
+    kill_group,
+    resident_bytes,
+)
+
+
+def test_cpu_seconds_grow_with_work() -> None:
+    before = cpu_seconds(os.getpid())
+    while cpu_seconds(os.getpid()) < before + 0.1:
+        sum(range(100_000))
+    assert os.times().user + os.times().system >= before + 0.1
+
+
+def test_resident_bytes_grow_with_memory() -> None:
+    before = resident_bytes(os.getpid())
+    held = b"\1" * (64 << 20)
+    assert resident_bytes(os.getpid()) - before > len(held) // 2
+
+
+def test_a_process_that_is_gone() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with pytest.raises(ProcessLookupError, match=str(gone.pid)):
+        cpu_seconds(gone.pid)
+    with pytest.raises(ProcessLookupError, match=str(gone.pid)):
+        resident_bytes(gone.pid)
+
+
+def test_a_process_without_an_engine() -> None:
+    assert engine_pids(os.getpid()) is None
+
+
+def test_a_group_is_killed_with_its_grandchildren() -> None:
+    sleeper = "import time; time.sleep(600)"
+    leader = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import subprocess, sys\n"
+            f"child = subprocess.Popen([sys.executable, '-c', '{sleeper}'])\n"
+            "print(child.pid, flush=True)\n"
+            "child.wait()",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert leader.stdout is not None
+    grandchild = int(leader.stdout.readline())
+    assert is_running(leader.pid)
+    assert is_running(grandchild)
+    kill_group(leader.pid)
+    assert not is_running(grandchild)
+    assert not is_running(leader.pid), "it has ended, and waits to be reaped"
+    leader.wait()
+    leader.stdout.close()
