@@ -131,8 +131,7 @@ class EngineProcess:
         return self._do("fork_holder", key)
 
     def kill(self) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.kill()
 
     def join(self) -> None:
         self.process.join(10)

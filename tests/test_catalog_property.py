@@ -143,8 +143,10 @@ class CatalogMachine(RuleBasedStateMachine):
             depth = chance.randint(1, DEPTH)
             group = chance.randrange(2)
             if chance.random() < 0.5:
-                self.match(engine, names, depth, 1, group)
-                self.release(engine, 1)
+                lease = chance.randint(1, LEASES)
+                self.match(engine, names, depth, lease, group)
+                if chance.random() < 0.8:
+                    self.release(engine, lease)
             seed = chance.choice([1, 1, 1, 0])
             self.reserve_and_perhaps_commit(engine, names, depth, group, 1, 0, seed)
 
@@ -243,7 +245,11 @@ def ignores_leases(space: Space) -> None:
 def forgets_eviction_time(space: Space) -> None:
     """Remembers when an evicted object was last used, instead of when it was evicted."""
     evict = space.evict
-    space.evict = lambda entry, now: evict(entry, entry.last_used)  # type: ignore[method-assign]
+
+    def evict_at_last_use(entry: Entry, now: float) -> None:
+        evict(entry, min(now, entry.last_used))
+
+    space.evict = evict_at_last_use  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("break_rule", [ignores_floors, ignores_leases, forgets_eviction_time])
@@ -265,6 +271,7 @@ def test_a_broken_rule_is_found(break_rule: Callable[[Space], None]) -> None:
                 stateful_step_count=60,
                 deadline=None,
                 database=None,
+                derandomize=True,
                 phases=[Phase.generate],
                 report_multiple_bugs=False,
                 suppress_health_check=list(HealthCheck),

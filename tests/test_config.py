@@ -93,7 +93,7 @@ def test_defaults() -> None:
     ],
 )
 def test_bad_documents(text: str, expected: str) -> None:
-    with pytest.raises(ConfigurationError, match="file.toml") as caught:
+    with pytest.raises(ConfigurationError, match=r"file\.toml") as caught:
         parse_document(text, source="file.toml")
     assert expected in str(caught.value)
 

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvledger.vllm.layouts import EngineMemory, inspect_engine_memory
+from kvledger.vllm.metadata import SKIP_BLOCK
 from kvledger.vllm.transfer import DeviceTransfer, HostTransfer, Transfer, TransferError
 
 LAYERS, NUM_BLOCKS, ARENA_BYTES = 3, 24, 1 << 18
@@ -44,6 +45,10 @@ MAKERS: dict[str, Maker] = {
 @pytest.fixture(scope="module")
 def vllm_config() -> VllmConfig:
     return VllmConfig(device_config=DeviceConfig("cpu"), cache_config=CacheConfig(block_size=4))
+
+
+ONE_ENGINE = pytest.mark.parametrize("memory", ["layers apart"], indirect=True)
+"""For checks that do not depend on how the tensors lie."""
 
 
 @pytest.fixture(params=["layers apart", "storages apart", "blocks outermost", "padded", "uneven"])
@@ -115,7 +120,8 @@ class World:
                 for block in ids:
                     start = base + block * layer.block_stride
                     storage = layer.rows.untyped_storage().data_ptr()
-                    places.append((position, storage, start, length))
+                    if block != SKIP_BLOCK:
+                        places.append((position, storage, start, length))
                     position += length
         return places
 
@@ -153,15 +159,24 @@ def test_store_moves_exactly_these_bytes(memory, make, case) -> None:
     world.assert_equals(arena, storages)
 
 
-@pytest.mark.parametrize("case", CASES)
+SKIPPING = {
+    "skip the only block": ([[-1]], [0], 0),
+    "skip some chunks": ([[3], [-1], [4], [-1]], [0, 8192, 4096, 16384], 64),
+    "skip the first blocks": ([[-1, -1, 7, 8], [9, 10, 11, 12]], [65536, 16384], 0),
+    "skip within and at the end": ([[5, -1, 7], [8, 9, -1]], [50001, 7], 3),
+}
+
+
+@pytest.mark.parametrize("case", CASES | SKIPPING)
 def test_load_moves_exactly_these_bytes(memory, make, case) -> None:
-    block_ids, offsets, part_offset = CASES[case]
+    block_ids, offsets, part_offset = (CASES | SKIPPING)[case]
     world = World.of(memory)
     arena, storages = world.snapshot()
     for position, storage, start, length in world.places(block_ids, offsets, part_offset):
         storages[storage][start : start + length] = arena[position : position + length]
     copied = make(memory, world.arena).load(0, *arrays(block_ids, offsets), part_offset)
-    assert copied == len(block_ids) * len(block_ids[0]) * LAYERS * PAGE
+    blocks = [block for ids in block_ids for block in ids if block != SKIP_BLOCK]
+    assert copied == len(blocks) * LAYERS * PAGE
     world.assert_equals(arena, storages)
 
 
@@ -176,6 +191,7 @@ def test_what_one_transfer_stores_the_other_loads(memory) -> None:
         assert torch.equal(layer.rows[[11, 12, 20, 19]], before)
 
 
+@ONE_ENGINE
 def test_no_chunks_move_nothing(memory, make) -> None:
     world = World.of(memory)
     before = world.snapshot()
@@ -185,6 +201,7 @@ def test_no_chunks_move_nothing(memory, make) -> None:
     world.assert_equals(*before)
 
 
+@ONE_ENGINE
 def test_part_bytes(memory, make) -> None:
     transfer = make(memory, World.of(memory).arena)
     assert transfer.part_bytes(0, 1) == LAYERS * PAGE
@@ -196,7 +213,7 @@ def test_part_bytes(memory, make) -> None:
 PART = 2 * LAYERS * PAGE
 REFUSED = {
     "null block": ([[1, 2], [0, 3]], [0, 4096], 0, "null block"),
-    "negative block": ([[1, 2], [-1, 3]], [0, 4096], 0, "found -1"),
+    "negative block": ([[1, 2], [-2, 3]], [0, 4096], 0, "found -2"),
     "block beyond the engine": ([[1, 2], [3, NUM_BLOCKS]], [0, 4096], 0, f"to {NUM_BLOCKS}"),
     "slot beyond the arena": ([[1, 2], [3, 4]], [0, ARENA_BYTES - PART + 1], 0, "leaves the arena"),
     "part beyond the arena": ([[1, 2], [3, 4]], [0, ARENA_BYTES - PART], 1, "leaves the arena"),
@@ -207,6 +224,7 @@ REFUSED = {
 }
 
 
+@ONE_ENGINE
 @pytest.mark.parametrize("direction", ["store", "load"])
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_out_of_bounds_is_refused_before_any_byte_moves(
@@ -221,6 +239,16 @@ def test_what_is_out_of_bounds_is_refused_before_any_byte_moves(
     world.assert_equals(*before)
 
 
+@ONE_ENGINE
+def test_a_store_cannot_skip_blocks(memory, make) -> None:
+    world = World.of(memory)
+    before = world.snapshot()
+    with pytest.raises(TransferError, match="found -1"):
+        make(memory, world.arena).store(0, *arrays([[1, SKIP_BLOCK]], [0]), 0)
+    world.assert_equals(*before)
+
+
+@ONE_ENGINE
 def test_wrong_types_of_arrays_are_refused(memory, make) -> None:
     transfer = make(memory, World.of(memory).arena)
     ids, offsets = arrays([[1]], [0])
@@ -232,6 +260,7 @@ def test_wrong_types_of_arrays_are_refused(memory, make) -> None:
         transfer.store(2, ids, offsets, 0)
 
 
+@ONE_ENGINE
 def test_an_arena_that_cannot_be_written_is_refused(memory, make) -> None:
     with pytest.raises(TransferError, match="read-only"):
         make(memory, np.frombuffer(bytes(4096), np.uint8))
@@ -239,6 +268,7 @@ def test_an_arena_that_cannot_be_written_is_refused(memory, make) -> None:
         make(memory, np.zeros((64, 64), np.uint8))
 
 
+@ONE_ENGINE
 def test_host_transfer_wants_tensors_in_host_memory(memory) -> None:
     elsewhere = replace(memory, device=torch.device("meta"))
     with pytest.raises(TransferError, match="host memory"):

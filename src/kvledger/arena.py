@@ -166,6 +166,8 @@ def map_arena(fd: int, arena_bytes: int, *, writable: bool = True) -> mmap.mmap:
     Raises:
         ArenaError: it can still be shrunk or grown, has another size, or cannot be mapped.
     """
+    if fd < 0:
+        raise ArenaError("descriptor -1 is no arena: the connection is closed, or a client's")
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         size_bytes = os.fstat(fd).st_size

@@ -38,9 +38,9 @@ from kvledger.protocol import Chain
 from kvledger.reasons import Reason
 from kvledger.space import Space
 
-ENTRY_COST_BYTES = 640
-"""Python memory of one entry with its name, index slot, heap item and share of ghosts; measured
-(tests/test_catalog.py), rounded up."""
+ENTRY_COST_BYTES = 560
+"""Python memory of one entry with its name, index slot, heap item and share of ghosts, where it is
+dearest (chains of one chunk: 524); measured in tests/test_catalog.py, rounded up."""
 MAX_LEASES = 65_536
 """Leases an engine may hold: one for each live request, far beyond any batch."""
 

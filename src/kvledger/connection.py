@@ -163,6 +163,11 @@ class Connection:
                 os.close(self.arena_fd)
                 self.arena_fd = -1
 
+    def __del__(self) -> None:
+        """A connection that nobody holds gives its arena back, as its socket does by itself."""
+        if self.arena_fd >= 0:
+            os.close(self.arena_fd)
+
     # ------------------------------------------------------------ inside
 
     def _break(self) -> None:

@@ -77,6 +77,7 @@ class Account:
         self.dropped: Counter[str] = Counter()
         """final fates of chunks whose tokens were cut off again (streaming input)"""
         self._blocks: dict[int, tuple[int, ...]] = {}
+        self._asked: dict[int, int] = {}  # chunk → number of the question that asked for it
         self._settled = 0  # every chunk before this index has a final fate
         self._heals = 0
 
@@ -133,9 +134,8 @@ class Account:
             fate = self.fates[chunk]
             if fate is Fate.GRANTED:
                 unused.append(self.grants.pop(chunk).reservation)
-                self._apply(chunk, Event.FORGET)
-            elif fate is Fate.ASKED:
-                self._apply(chunk, Event.FORGET)
+            if fate in (Fate.GRANTED, Fate.ASKED):
+                self._owe(chunk, Event.FORGET)
         self._blocks.clear()
         return unused
 
@@ -154,6 +154,7 @@ class Account:
             reason = self.reasons.pop(chunk, Reason.TOKENS_TRUNCATED)
             self.dropped[f"{final}:{reason}" if final is Fate.SKIPPED else final] += 1
             self._blocks.pop(chunk, None)
+            self._asked.pop(chunk, None)
         del self.fates[keep:]
         self.valid_chunks = min(self.valid_chunks, keep)
         self.ever_valid = min(self.ever_valid, keep)
@@ -172,25 +173,25 @@ class Account:
                 self.advance(chunk * self.chunk_tokens)
                 self.fates.append(Fate.OWED)
             self._apply(chunk, Event.LOAD)
-        self._settled = min(self._settled, first)
+            self._blocks.pop(chunk, None)
 
     def end_load(self, *, arrived: bool) -> None:
-        """The load is complete, or it failed and nothing of it may be believed."""
-        if not arrived:
-            self.known_chunks = 0
+        """The load is complete, or it failed and nothing of it may be believed: what was never
+        valid leaves the account."""
+        if arrived:
+            for chunk, fate in enumerate(self.fates):
+                if fate is Fate.LOADING:
+                    self._apply(chunk, Event.ARRIVE)
+            self.ever_valid = max(self.ever_valid, len(self.fates))
+            return
+        self.known_chunks = 0
+        del self.fates[self.ever_valid :]
+        self._settled = min(self._settled, self.ever_valid)
         for chunk, fate in enumerate(self.fates):
             if fate is Fate.LOADING:
-                self._apply(chunk, Event.ARRIVE if arrived else Event.FAIL)
-        if arrived:
-            loaded = [i for i, fate in enumerate(self.fates) if fate is Fate.LOADED]
-            self.ever_valid = max(self.ever_valid, max(loaded, default=-1) + 1)
-        else:
-            self._forget_what_was_known()
-
-    def _forget_what_was_known(self) -> None:
-        for chunk, fate in enumerate(self.fates):
-            if fate is Fate.PRESENT:
-                self._apply(chunk, Event.FORGET)
+                self._owe(chunk, Event.FAIL)
+            elif fate is Fate.PRESENT:
+                self._owe(chunk, Event.FORGET)
 
     # ------------------------------------------------------------ stores
 
@@ -208,22 +209,25 @@ class Account:
         if stop > start:
             yield range(start, stop)
 
-    def ask(self, chunks: range) -> None:
-        """A reserve for these chunks has been sent."""
+    def ask(self, chunks: range, question: int) -> None:
+        """A reserve for these chunks has been sent; its number is not used twice."""
         for chunk in chunks:
             self._apply(chunk, Event.ASK)
+            self._asked[chunk] = question
 
-    def answer(self, chunks: range, present: int, grants: Sequence[Grant]) -> list[int]:
+    def answer(
+        self, chunks: range, question: int, present: int, grants: Sequence[Grant]
+    ) -> list[int]:
         """The server's answer to :meth:`ask`: leading ``present`` ones are there, the next got
         ``grants``, the rest was refused.
 
-        The answer may come late, after the request has moved on. Returns reservations that are
-        not going to be used.
+        The answer may come late, after the request has moved on; the chunk may even have another
+        name by then. Returns reservations that are not going to be used.
         """
         unused: list[int] = []
         for position, chunk in enumerate(chunks):
             grant = grants[position - present] if 0 <= position - present < len(grants) else None
-            if chunk >= len(self.fates) or self.fates[chunk] is not Fate.ASKED:
+            if self._asked.get(chunk) != question:
                 if grant is not None:
                     unused.append(grant.reservation)
             elif position < present:
@@ -250,7 +254,6 @@ class Account:
         for chunk in range(min(self.valid_chunks, len(self.fates))):
             fate = self.fates[chunk]
             if fate in FINAL and self._forbidden(chunk) is None:
-                self.reasons.pop(chunk, None)
                 self._apply(chunk, Event.FORGET)
         return True
 
@@ -282,13 +285,8 @@ class Account:
         self.known_chunks = 0
         self.grants.clear()
         for chunk, fate in enumerate(self.fates):
-            if self.ended and fate in FINAL:
-                continue
-            if fate is Fate.SKIPPED and self._forbidden(chunk) is not None:
-                continue
-            self.reasons.pop(chunk, None)
-            self._apply(chunk, Event.FORGET)
-        self._settled = 0
+            if not (self.ended and fate in FINAL):
+                self._owe(chunk, Event.FORGET)
 
     # ------------------------------------------------------------ ends
 
@@ -299,13 +297,8 @@ class Account:
         return self.give_up(reason)
 
     def end(self) -> None:
-        """The request is over. What was never valid (a load that failed) leaves the account."""
+        """The request is over."""
         self.ended = True
-        for chunk in range(len(self.fates) - 1, self.ever_valid - 1, -1):
-            if self.fates[chunk] is not Fate.OWED:
-                break
-            del self.fates[chunk]
-        self._settled = min(self._settled, len(self.fates))
 
     def give_up(self, reason: Reason) -> list[int]:
         """Skip every chunk whose bytes have not been handed to the workers.
@@ -343,7 +336,7 @@ class Account:
 
     def imbalance(self) -> str | None:
         """Why the books of an ended request do not balance; None if they do."""
-        if len(self.fates) < self.ever_valid:
+        if len(self.fates) != self.ever_valid:
             return f"{self.ever_valid} chunks were valid, {len(self.fates)} are accounted for"
         unsettled = [chunk for chunk, fate in enumerate(self.fates) if fate not in FINAL]
         if unsettled:
@@ -368,6 +361,13 @@ class Account:
         valid = self.valid_chunks
         return (c for c in self._unsettled() if c < valid and self.fates[c] is Fate.OWED)
 
+    def _owe(self, chunk: int, event: Event) -> None:
+        """An event that makes a chunk owed again, unless it must not be stored."""
+        self._apply(chunk, event)
+        reason = self._forbidden(chunk)
+        if reason is not None and self.fates[chunk] is Fate.OWED:
+            self._apply(chunk, Event.GIVE_UP, reason)
+
     def _apply(self, chunk: int, event: Event, reason: Reason | None = None) -> None:
         fate = self.fates[chunk]
         after = TRANSITIONS.get((fate, event))
@@ -376,6 +376,8 @@ class Account:
                 f"request {self.request_id}, chunk {chunk}: {event} cannot happen to what is {fate}"
             )
         self.fates[chunk] = after
+        if fate is Fate.ASKED:
+            del self._asked[chunk]
         if after is Fate.SKIPPED:
             assert reason is not None, "a skipped chunk has a reason"
             self.reasons[chunk] = reason

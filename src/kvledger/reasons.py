@@ -15,6 +15,7 @@ class Reason(StrEnum):
 
     # The cache cannot be reached, or not yet.
     SERVER_ABSENT = "server_absent"
+    SERVER_SILENT = "server_silent"
     NAMESPACE_OPENING = "namespace_opening"
     IDENTITY_PENDING = "identity_pending"
     LOOKUP_DEADLINE = "lookup_deadline"
@@ -56,6 +57,7 @@ class Reason(StrEnum):
 
 EXPLANATIONS: dict[Reason, str] = {
     Reason.SERVER_ABSENT: "no kvledger server answered on the socket",
+    Reason.SERVER_SILENT: "the server is there, but owes an answer for more than a moment",
     Reason.NAMESPACE_OPENING: "not every rank of the engine has attached to this server yet",
     Reason.IDENTITY_PENDING: "the digest of the model's weights is still being computed",
     Reason.LOOKUP_DEADLINE: "the server's answer came after kvledger.lookup_deadline_ms",

@@ -36,18 +36,26 @@ CLOSE_SECONDS = 60.0
 
 _LOG_TAIL_BYTES = 4_000
 
+PATIENT = {"lookup_deadline_ms": 10_000.0, "load_deadline_ms": 60_000.0}
+"""Connector options for where hits are counted: a busy machine turns no hit into a miss."""
+
 
 class EngineError(KVLedgerError):
     """The engine ended, failed a request or did not answer in time; shows the end of its log."""
 
 
 def connector_config(
-    socket_path: Path | str, *, load_failure_policy: str | None = None, **extra: object
+    socket_path: Path | str,
+    *,
+    engine_id: str | None = None,
+    load_failure_policy: str | None = None,
+    **extra: object,
 ) -> dict[str, object]:
     """vLLM's ``kv_transfer_config`` for kvledger's connector.
 
     Args:
         socket_path: the server's socket.
+        engine_id: the name under which the engine's accounts are found; random if None.
         load_failure_policy: vLLM's ``kv_load_failure_policy``; its own default if None.
         extra: more connector options, without the prefix "kvledger.".
     """
@@ -60,6 +68,8 @@ def connector_config(
             **{f"kvledger.{name}": value for name, value in extra.items()},
         },
     }
+    if engine_id is not None:
+        config["engine_id"] = engine_id
     if load_failure_policy is not None:
         config["kv_load_failure_policy"] = load_failure_policy
     return config

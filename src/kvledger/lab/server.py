@@ -34,6 +34,7 @@ class ServerProcess:
     Args:
         socket_path: where it listens.
         memory: size of the arena, as on the command line ("20MB", "1GiB").
+        http: "host:port" or "off".
         arguments: more of ``kvledger serve``'s options.
         env: environment variables over the inherited ones.
         log_path: file that takes what it prints; beside the socket if None.
@@ -44,6 +45,7 @@ class ServerProcess:
         socket_path: Path,
         *,
         memory: str,
+        http: str = "off",
         arguments: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         log_path: Path | None = None,
@@ -51,7 +53,8 @@ class ServerProcess:
         self.socket_path = socket_path
         self.log_path = log_path or socket_path.with_suffix(".log")
         command = [sys.executable, "-m", "kvledger", "serve"]
-        command += ["--memory", memory, "--socket", str(socket_path), *arguments]
+        command += ["--memory", memory, "--socket", str(socket_path)]
+        command += ["--http", http, *arguments]
         self.started = time.perf_counter()
         with open(self.log_path, "ab") as log:
             self._process = subprocess.Popen(

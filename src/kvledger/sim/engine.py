@@ -259,6 +259,16 @@ class SimulatedEngine:
         """Whether :meth:`finish_step` has to wait for :meth:`run_workers`."""
         return bool(self._flights) and self._flights[0].result is None
 
+    @property
+    def can_preempt_all(self) -> bool:
+        """Whether running requests can be reset; vLLM refuses while others hold blocks."""
+        get_blocks = self.scheduler.kv_cache_manager.get_block_ids
+        return not self._flights and not any(
+            any(get_blocks(request_id))
+            for request_id, request in self.scheduler.requests.items()
+            if request.status != RequestStatus.RUNNING
+        )
+
     def begin_step(self) -> StepRecord:
         """Schedule one step. Raises RuntimeError when the engine may not run further ahead."""
         limit = 2 if self.options.async_scheduling else 1

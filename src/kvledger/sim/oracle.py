@@ -79,16 +79,17 @@ class Oracle:
     ) -> list[Mismatch]:
         """Check positions [start, end) of a request through its block tables.
 
-        Positions whose table entry is the null block (behind a sliding window) are passed over.
+        Positions that a sliding window has left behind, and null blocks, are passed over.
         """
         found: list[Mismatch] = []
         size = self._options.block_size
-        positions = np.arange(start, end)
-        for group, table in enumerate(tables):
+        for group, (window, table) in enumerate(zip(self._options.windows, tables, strict=True)):
+            seen = start if window is None else max(start, end - window + 1)
+            positions = np.arange(seen, end)
             blocks = np.array(table[: -(-end // size)], dtype=np.int64)[positions // size]
             kept = blocks != 0
             found += self._compare_slots(
-                owner, group, prefix.states(start, end)[kept], positions[kept], blocks[kept]
+                owner, group, prefix.states(seen, end)[kept], positions[kept], blocks[kept]
             )
         return found
 

@@ -44,6 +44,9 @@ class Event:
     tokens: int | None = None
     local: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.step} {self.kind} {self.request_id} tokens={self.tokens} local={self.local}"
+
 
 @dataclass(frozen=True, slots=True)
 class Allocation:

@@ -14,7 +14,6 @@ from enum import StrEnum
 
 from kvledger.sim.engine import SimulatedEngine
 from kvledger.sim.model import VOCABULARY
-from vllm.v1.request import RequestStatus
 
 LIVE_LIMIT = 32
 """Requests alive at a time; an arrival beyond it is passed over."""
@@ -144,7 +143,7 @@ class Player:
     def capacity(self) -> int:
         """Longest sequence that fits into the engine's pool at all."""
         options = self.engine.options
-        blocks = options.num_blocks - 1 - (1 + options.drafts)
+        blocks = (options.num_blocks - 1) // len(options.windows) - 2 - options.drafts
         return min(options.max_model_len - 1, blocks * options.block_size)
 
     def _step(self, _: Action) -> None:
@@ -169,11 +168,11 @@ class Player:
             self.engine.abort(live[action.a % len(live)])
 
     def _reset(self, action: Action) -> None:
-        running = bool(action.a & 2) and self._can_preempt_all()
+        running = bool(action.a & 2) and self.engine.can_preempt_all
         self.engine.reset_prefix_cache(connector=bool(action.a & 1), running=running)
 
     def _weights(self, action: Action) -> None:
-        if self._can_preempt_all():
+        if self.engine.can_preempt_all:
             self.engine.update_weights(f"weights {action.a}")
 
     def _check(self, _: Action) -> None:
@@ -182,13 +181,6 @@ class Player:
 
     def _drain(self, _: Action) -> None:
         self.engine.run()
-
-    def _can_preempt_all(self) -> bool:
-        """vLLM refuses to reset running requests while loads or steps hold blocks."""
-        statuses = {request.status for request in self.engine.scheduler.requests.values()}
-        loading = RequestStatus.WAITING_FOR_REMOTE_KVS in statuses
-        ended = any(RequestStatus.is_finished(status) for status in statuses)
-        return not (self.engine.in_flight or loading or ended)
 
 
 class ScheduleFailure(AssertionError):

@@ -79,7 +79,7 @@ class Watch:
             known = runner.requests.get(request.request_id)
             if known is None:
                 continue
-            end = min(known.valid, len(known.prefix))
+            end = min(known.valid, request.num_computed_tokens)
             found += self._oracle.compare(request.request_id, known.prefix, known.blocks, 0, end)
         if settled:
             for request_id, request in scheduler.requests.items():

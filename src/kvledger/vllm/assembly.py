@@ -77,6 +77,7 @@ def prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> S
         raise ConfigurationError(
             "this vLLM gives the connector no kv_cache_config; kvledger needs vLLM 0.32"
         )
+    _share_vllm_logging()
     options = parse_options(transfer_config.kv_connector_extra_config)
     problems = refusals(vllm_config)
     if problems:
@@ -161,6 +162,15 @@ def make_worker_side(setup: Setup, kv_caches: dict[str, torch.Tensor]) -> Worker
     )
     worker.attach(Channel(link, worker))
     return worker
+
+
+def _share_vllm_logging() -> None:
+    """Show our messages where and as vLLM shows its own, unless the application has decided."""
+    ours, theirs = logging.getLogger("kvledger"), logging.getLogger("vllm")
+    if not ours.hasHandlers() and theirs.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.level)
 
 
 def _engine_fields(setup: Setup) -> Descriptor:

@@ -2,7 +2,8 @@
 
 Wraps the reconnecting link. Replies find the callback of their request; pushes and the loss of a
 connection go to one listener. A *breaker* keeps a silent server from costing anything: once a
-wait has been in vain, nothing is sent or waited for until the server has been heard again.
+wait has been in vain, or an answer is overdue, nothing is sent or waited for until the server has
+been heard again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from collections.abc import Callable
 
 from kvledger.client import Connection, Link
 from kvledger.protocol import Closed, Error, Opened, Reply, Request, Settled, Welcome
+
+SILENCE_SECONDS = 0.1
+"""An answer takes 0.1 ms. A server that has said nothing for so long, though it owes an answer, is
+stopped or drowning."""
 
 ReplyHandler = Callable[[Reply], None]
 """Gets the reply, or the Error, that answers a request."""
@@ -46,6 +51,7 @@ class Channel:
         self._connection: Connection | None = None
         self._handlers: dict[int, ReplyHandler] = {}
         self._silent = False
+        self._owing_since = 0.0
 
     @property
     def connected(self) -> bool:
@@ -72,8 +78,13 @@ class Channel:
         connection = self._connection
         if connection is None:
             return
-        for reply in connection.receive(timeout_seconds):
+        replies = connection.receive(timeout_seconds)
+        if replies:
             self._silent = False
+            self._owing_since = time.monotonic()
+        elif self._handlers and time.monotonic() - self._owing_since > SILENCE_SECONDS:
+            self._silent = True
+        for reply in replies:
             self._dispatch(reply)
         if connection.closed:
             self._lose()
@@ -91,6 +102,8 @@ class Channel:
                 self._silent = True  # megabytes are waiting to go out: the server does not read
             return False
         if on_reply is not None:
+            if not self._handlers:
+                self._owing_since = time.monotonic()
             self._handlers[number] = on_reply
         return True
 

@@ -139,9 +139,8 @@ def weights_fields(
     except UnreadableWeightsError as error:
         if model_revision:
             # The operator's word tells versions of one model apart, not models.
-            fields[f"{prefix}.content"] = (
-                f"named:{model_config.model_weights or model_config.model}"
-            )
+            name = model_config.model_weights or model_config.model
+            fields[f"{prefix}.content"] = f"named:{name}@{model_revision}"
         else:
             fields[f"{prefix}.content"] = f"private:{secrets.token_hex(16)}"
             logger.warning(

@@ -25,6 +25,8 @@ from kvledger.vllm.tracked import EngineRequest, Tracked
 
 ANSWER_WAIT_SECONDS = 1e-3
 """A step waits so long for slots; then its blocks stay owed to the next."""
+LAST_WAIT_SECONDS = 10e-3
+"""A step waits so long for slots of blocks that cannot be read in any later step."""
 IDLE_WAIT_SECONDS = 10e-3
 """A step that computes nothing waits so long for the outcome of stores under way."""
 MAX_PREFETCHED = 64
@@ -222,14 +224,16 @@ class SchedulerSide(Listener):
         )
 
     def _ask(self, rescues: list[Tracked], current: list[Tracked]) -> None:
+        asked = False
         if self.identity.describe(self.channel) and self.namespace and self.channel.usable:
             due = [tracked for tracked in current if tracked.retry_step <= self.step]
-            self.stores.ask(rescues + due, self.step)
-        self.channel.wait_until(
-            lambda: not self.stores.waiting and not self.loads.waiting,
-            ANSWER_WAIT_SECONDS,
-            trip=False,
-        )
+            asked = self.stores.ask(rescues + due, self.step)
+        if asked or self.loads.waiting:
+            self.channel.wait_until(
+                lambda: not self.stores.waiting and not self.loads.waiting,
+                LAST_WAIT_SECONDS if rescues else ANSWER_WAIT_SECONDS,
+                trip=False,
+            )
 
     def _after_rescue(self, rescues: list[Tracked]) -> None:
         """The last moment in which the blocks of these could be read has been planned."""
@@ -348,7 +352,7 @@ class SchedulerSide(Listener):
         if not self.channel.connected:
             return Reason.SERVER_ABSENT
         if self.channel.silent:
-            return Reason.LOOKUP_DEADLINE
+            return Reason.SERVER_SILENT
         return None
 
     def _flush(self) -> None:

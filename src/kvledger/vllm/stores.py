@@ -41,6 +41,7 @@ class Asked:
 
     tracked: Tracked
     chunks: range
+    question: int
 
 
 class Stores:
@@ -50,6 +51,7 @@ class Stores:
         self._channel = channel
         self._owners: dict[int, tuple[Tracked, int]] = {}
         self._unused: list[int] = []
+        self._questions = 0
         self.waiting = 0
         """reserves that are not answered yet"""
 
@@ -58,11 +60,15 @@ class Stores:
         """Reservations that the server has granted and not settled."""
         return len(self._owners)
 
-    def ask(self, candidates: Iterable[Tracked], step: int) -> None:
-        """Ask for slots for all owed chunks of the candidates whose bytes can be read."""
+    def ask(self, candidates: Iterable[Tracked], step: int) -> bool:
+        """Ask for slots for all owed chunks of the candidates whose bytes can be read.
+
+        Returns whether an answer is to be expected.
+        """
         asked: list[Asked] = []
         chains: list[Chain] = []
         left = MAX_CHUNKS_PER_STEP - len(self._owners)
+        self._questions += 1
         for tracked in candidates:
             for run in tracked.account.runs_to_ask():
                 if left <= 0:
@@ -72,16 +78,16 @@ class Stores:
                 names = tracked.names(max(chunks.start - 1, 0), chunks.stop)
                 parent = names.pop(0) if chunks.start else b""
                 chains.append(Chain(parent=parent, names=b"".join(names)))
-                asked.append(Asked(tracked, chunks))
-        if not chains:
-            return
-        if self._channel.send(
+                asked.append(Asked(tracked, chunks, self._questions))
+        if not chains or not self._channel.send(
             lambda number: Reserve(id=number, step=step, group=0, chains=chains),
             lambda reply: self._answer(asked, reply, step),
         ):
-            self.waiting += 1
-            for item in asked:
-                item.tracked.account.ask(item.chunks)
+            return False
+        self.waiting += 1
+        for item in asked:
+            item.tracked.account.ask(item.chunks, item.question)
+        return True
 
     def take(self, tracked: Iterable[Tracked], group: int = 0) -> tuple[CopyPlan, ...]:
         """The copies of all granted chunks of these requests; they are in flight from now on."""
@@ -144,7 +150,7 @@ class Stores:
         code = reply.code if isinstance(reply, Error) else None
         reason = (REASON_OF_ERROR.get(code) if code else None) or Reason.SERVER_ABSENT
         for item in asked:
-            item.tracked.account.answer(item.chunks, 0, [])
+            item.tracked.account.answer(item.chunks, item.question, 0, [])
             _refuse(item.tracked, reason, step)
 
     def _answer_chain(self, item: Asked, result: ChainReserved, step: int) -> None:
@@ -154,7 +160,7 @@ class Stores:
         tracked, account = item.tracked, item.tracked.account
         for position, number in enumerate(numbers):
             self._owners[number] = (tracked, item.chunks.start + result.present + position)
-        self.give_back(account.answer(item.chunks, result.present, grants))
+        self.give_back(account.answer(item.chunks, item.question, result.present, grants))
         if not result.reason:
             tracked.refusals, tracked.retry_step = 0, 0
             return

@@ -65,7 +65,8 @@ class Transfer(Protocol):
         """Copy from the arena into engine blocks, except where the id is SKIP_BLOCK.
 
         When it returns, the arena is not read any more, and work queued on the current stream
-        afterwards sees the blocks. Returns and raises like :meth:`store`.
+        afterwards sees the blocks. Returns and raises like :meth:`store`; skipped blocks count
+        no bytes.
         """
 
 
@@ -166,10 +167,10 @@ class HostTransfer(_Bounds):
         part_offset: int,
     ) -> int:
         """See :meth:`Transfer.load`."""
-        part_bytes = self._checked_part_bytes(group, block_ids, offsets, part_offset, may_skip=True)
+        self._checked_part_bytes(group, block_ids, offsets, part_offset, may_skip=True)
         for slot, blocks in self._pairs(group, block_ids, offsets, part_offset):
             np.copyto(blocks, slot)
-        return part_bytes * len(offsets)
+        return self.part_bytes(group, int(np.count_nonzero(block_ids != SKIP_BLOCK)))
 
     def _pairs(
         self,
@@ -181,7 +182,7 @@ class HostTransfer(_Bounds):
         """Views of equal shape in the arena and in the engine that hold the same bytes."""
         for ids, offset in zip(block_ids.tolist(), offsets.tolist(), strict=True):
             first, count = ids[0], len(ids)
-            in_a_row = ids == list(range(first, first + count))
+            in_a_row = first != SKIP_BLOCK and ids == list(range(first, first + count))
             start = offset + part_offset
             for stack in self._stacks[group]:
                 layers, _, page_bytes = stack.shape
@@ -265,7 +266,7 @@ class DeviceTransfer(_Bounds):
             for stack, source in self._staged(group, on_device, block_ids.shape[1]):
                 rows = source.transpose(0, 1).flatten(1, 2)
                 stack.index_copy_(1, ids[wanted], rows[:, wanted])
-        return part_bytes * len(offsets)
+        return self.part_bytes(group, int(np.count_nonzero(block_ids != SKIP_BLOCK)))
 
     def _slices(
         self, block_ids: NDArray[np.int32], offsets: NDArray[np.uint64], part_bytes: int

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import json
 import os
 import re
 import time
@@ -68,8 +67,13 @@ class WeightsDigest:
     bytes: int
 
 
-class _Tensor(msgspec.Struct):
-    data_offsets: tuple[int, int]
+class _Entry(msgspec.Struct):
+    """A tensor, or the free-form metadata, which has no offsets."""
+
+    data_offsets: tuple[int, int] | None = None
+
+
+_header_decoder = msgspec.json.Decoder(dict[str, _Entry])
 
 
 def digest_weights(
@@ -219,13 +223,11 @@ def _safetensors_header(
     if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
         return 0, []
     try:
-        entries = json.loads(_read(descriptor, 8, 8 + length))
-        entries.pop("__metadata__", None)
-        tensors = msgspec.convert(entries, dict[str, _Tensor])
-    except (ValueError, AttributeError, msgspec.ValidationError):
+        entries = _header_decoder.decode(_read(descriptor, 8, 8 + length))
+    except msgspec.DecodeError:
         return 0, []
     base = 8 + length
-    ranges = [tensor.data_offsets for tensor in tensors.values()]
+    ranges = [e.data_offsets for e in entries.values() if e.data_offsets is not None]
     inside = all(0 <= start <= end <= size - base for start, end in ranges)
     return (base, [(base + s, base + e) for s, e in ranges]) if inside else (0, [])
 

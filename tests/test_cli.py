@@ -1,0 +1,257 @@
+"""The command line, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import kvledger
+from conftest import StartServer, kvledger_command, kvledger_environment
+from conversation import attach, names
+from kvledger.protocol import Chain, Match, Reserve
+
+
+def run(*arguments: str, seconds: float = 30) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        kvledger_command(*arguments),
+        env={**kvledger_environment(), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"kvledger {kvledger.__version__}\n")
+
+
+def test_no_arguments_show_help() -> None:
+    done = run()
+    assert "serve" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "--memory is missing"),
+        (["--memory", "8 gigs"], "is not a size"),
+        (["--memory", "0"], "is nothing"),
+        (["--memory", "1MiB"], "at least 16MiB"),
+        (["--memory", "900TiB"], "give less"),
+        (["--memory", "64MiB", "--http", "nonsense"], "--http"),
+        (["--memory", "64MiB", "--group", "no-such-group"], "--group"),
+        (["--memory", "64MiB", "--config", "/no/such/file"], "--config"),
+        (["--memory", "64MiB", "--namespace-floor", "2"], "--namespace-floor"),
+        (["--memory", "64MiB", "--socket", "/proc/kvledger/x.sock"], "cannot create the directory"),
+        (["--memory", "64MiB", "--socket", "/" + "x" * 200], "at most 107"),
+        (["--memory", "64MiB", "--nonsense"], "No such option"),
+        (["--memory", "64MiB", "--namespace-floor", "much"], "not a valid float"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_code_2(arguments: list[str], expected: str) -> None:
+    done = run("serve", *arguments)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_an_unknown_command() -> None:
+    assert run("sreve").returncode == 2
+
+
+@pytest.mark.parametrize("command", [["status"], ["status", "--json"], ["clear"]])
+def test_without_a_server_is_one_sentence_and_code_1(command: list[str], tmp_path: Path) -> None:
+    done = run(*command, "--socket", str(tmp_path / "none.sock"))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "kvledger serve" in done.stderr
+
+
+def test_a_file_holds_options_and_flags_win(server: StartServer, tmp_path: Path) -> None:
+    config = tmp_path / "kvledger.toml"
+    config.write_text('memory = "32MiB"\nnamespace_floor = 0.25\nhttp = "127.0.0.1:1"\n')
+    running = server("--config", str(config), memory="48MiB")
+    assert "memory 48 MiB, no HTTP" in running.ready_line
+
+
+def test_a_typo_in_a_file_names_the_right_key(tmp_path: Path) -> None:
+    config = tmp_path / "kvledger.toml"
+    config.write_text('memory = "32MiB"\nsockett = "x"\n')
+    done = run("serve", "--config", str(config))
+    assert done.returncode == 2
+    assert "did you mean 'socket'" in done.stderr
+
+
+def serve(path: str | Path) -> subprocess.CompletedProcess[str]:
+    return run("serve", "--memory", "64MiB", "--http", "off", "--socket", str(path))
+
+
+def test_a_socket_in_use_is_refused(server: StartServer) -> None:
+    running = server()
+    done = serve(running.socket_path)
+    assert done.returncode == 2
+    assert "in use" in done.stderr
+    assert running.process.poll() is None
+
+
+def test_a_socket_of_another_program_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.sock"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        done = serve(path)
+    assert done.returncode == 2
+    assert "in use" in done.stderr
+    assert path.exists()
+
+
+def test_what_is_no_socket_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("precious")
+    done = serve(path)
+    assert done.returncode == 2
+    assert "not a socket" in done.stderr
+    assert path.read_text() == "precious"
+
+
+def test_the_socket_of_a_dead_server_is_replaced(server: StartServer) -> None:
+    dead = server()
+    dead.kill()
+    assert os.path.exists(dead.socket_path)
+    server(socket_path=dead.socket_path)
+
+
+def test_of_servers_that_start_together_one_wins(tmp_path: Path) -> None:
+    path = str(tmp_path / "contested.sock")
+    command = kvledger_command("serve", "--memory", "64MiB", "--http", "off", "--socket", path)
+    contenders = [
+        subprocess.Popen(
+            command, env=kvledger_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for _ in range(4)
+    ]
+    losers = []
+    end = time.monotonic() + 30
+    while len(losers) < 3 and time.monotonic() < end:
+        losers = [contender for contender in contenders if contender.poll() is not None]
+        time.sleep(0.02)
+    assert [loser.returncode for loser in losers] == [2, 2, 2]
+    (winner,) = [contender for contender in contenders if contender not in losers]
+    assert run("status", "--socket", path).returncode == 0
+    winner.terminate()
+    assert winner.wait(20) == 0
+    for contender in contenders:
+        contender.communicate()
+
+
+def test_a_taken_http_port_is_refused(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        path = str(tmp_path / "s.sock")
+        done = run("serve", "--memory", "64MiB", "--http", address, "--socket", path)
+    assert done.returncode == 2
+    assert "--http off" in done.stderr
+    assert not os.path.exists(path)
+
+
+def test_only_the_owner_may_open_the_socket(server: StartServer) -> None:
+    running = server()
+    assert os.stat(running.socket_path).st_mode & 0o777 == 0o600
+
+
+def test_the_group_may_open_the_socket(server: StartServer) -> None:
+    import grp
+
+    group = grp.getgrgid(os.getgid()).gr_name
+    running = server("--group", group)
+    assert os.stat(running.socket_path).st_mode & 0o777 == 0o660
+
+
+def test_status_as_tables_and_as_json(server: StartServer) -> None:
+    running = server()
+    fields = {"weights.digest": "w", "display.model": "tiny/model"}
+    scheduler, workers = attach(running.socket_path, "engine-one", scheduler_fields=fields)
+    other = attach(
+        running.socket_path, "engine-two", scheduler_fields={**fields, "weights.digest": "x"}
+    )
+    scheduler.ask(Match, lease=1, group=0, names=names("a", 1))
+    orphan = Chain(parent=names("none", 1), names=names("a", 1))
+    scheduler.ask(Reserve, step=1, group=0, chains=[orphan])
+    shown = run("status", "--socket", running.socket_path)
+    assert shown.returncode == 0
+    for word in (
+        "engine-one",
+        "tiny/model",
+        "weights.digest",
+        "1 of 1",
+        "parent_missing",
+        "the chunk before it is not in the cache",
+        "63 MiB",
+    ):
+        assert word in shown.stdout
+    document = json.loads(run("status", "--json", "--socket", running.socket_path).stdout)
+    assert document["totals"]["lookups"] == 1
+    assert [e["label"] for e in document["engines"]] == ["test scheduler 0"] * 2
+    assert workers
+    assert other
+
+
+def test_clear(server: StartServer) -> None:
+    done = run("clear", "--socket", server().socket_path)
+    assert (done.returncode, done.stdout) == (0, "0 objects dropped\n")
+
+
+def test_sigterm_ends_it_in_good_order(server: StartServer) -> None:
+    running = server()
+    assert running.terminate() == 0
+    assert not os.path.exists(running.socket_path)
+    assert "Traceback" not in running.log()
+
+
+def test_a_server_does_not_remove_the_socket_of_its_successor(server: StartServer) -> None:
+    running = server()
+    os.unlink(running.socket_path)
+    with socket.socket(socket.AF_UNIX) as successor:
+        successor.bind(running.socket_path)
+        assert running.terminate() == 0
+        assert os.path.exists(running.socket_path)
+
+
+def test_another_user_is_refused(server: StartServer, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root to become another user")
+    running = server()
+    for directory in [tmp_path, *tmp_path.parents]:
+        if directory == Path("/tmp"):
+            break
+        os.chmod(directory, 0o711)
+    os.chmod(running.socket_path, 0o666)
+    received: list[bytes] = []
+
+    def connect_as_nobody() -> None:
+        pid = os.fork()
+        if pid == 0:
+            os.setgroups([])
+            os.setresgid(65534, 65534, 65534)
+            os.setresuid(65534, 65534, 65534)
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(running.socket_path)
+                stranger.settimeout(5)
+                os._exit(0 if stranger.recv(1) == b"" else 1)
+        received.append(b"" if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 else b"?")
+
+    thread = threading.Thread(target=connect_as_nobody)
+    thread.start()
+    thread.join()
+    assert received == [b""]
+    assert "not our user" in running.log()
