@@ -54,7 +54,7 @@ def test_no_arguments_show_help() -> None:
         (["--memory", "64MiB", "--socket", "/proc/kvledger/x.sock"], "cannot create the directory"),
         (["--memory", "64MiB", "--socket", "/" + "x" * 200], "at most 107"),
         (["--memory", "64MiB", "--nonsense"], "No such option"),
-        (["--memory", "64MiB", "--namespace-floor", "much"], "not a valid float"),
+        (["--memory", "64MiB", "--namespace-floor", "much"], "Invalid value"),
     ],
 )
 def test_bad_input_is_one_sentence_and_code_2(arguments: list[str], expected: str) -> None:

@@ -212,7 +212,8 @@ def test_a_refused_link_says_why_and_goes_on_trying(
     running = server()
     holder = os.fork()
     if holder == 0:
-        Talker(running.socket_path, hello("e", Role.WORKER))
+        kept = Talker(running.socket_path, hello("e", Role.WORKER))
+        assert kept.connection.arena_fd >= 0
         signal.pause()
     try:
 

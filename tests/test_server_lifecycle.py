@@ -391,7 +391,7 @@ def test_the_end_of_one_rank_closes_the_engine(
     again = Talker(running.socket_path, hello("e", Role.WORKER, 0, 2))
     assert held(running) == (0, 0, 1)  # connecting says nothing about what it still writes
     again.ask(Describe, fields=WORKER_FIELDS, part_bytes=[4096])
-    assert held(running) == (0, 0, 0)
+    wait_until(lambda: held(running) == (0, 0, 0))
 
 
 def test_death_is_noticed_though_a_child_holds_the_socket(

@@ -1,24 +1,23 @@
-"""What tests with a real engine share: models, engines that start side by side, a server.
+"""What tests with a real engine share: models, a server, one pair of engines.
 
-An engine takes half a minute to start, so one serves many tests: fixtures here live for the whole
-session, those of a test module for that module. Tests must not depend on what others have put
-into an engine's prefix cache; those that count hits use prompts of their own seed.
+An engine takes half a minute to start, so fixtures here live for the whole session. Tests must not
+depend on what others have put into an engine or the server: those that count hits use prompts of
+their own seed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engines import ModelMaker, cached, plain, running
 
 from kvledger.lab.engine import EngineProcess
-from kvledger.lab.models import SMALL, ModelSpec, cached_model
+from kvledger.lab.models import SMALL, cached_model
 from kvledger.lab.server import ServerProcess
 
-ModelMaker = Callable[[ModelSpec], Path]
+STEP_TOKENS = 512
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,17 +26,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.engine)
-
-
-@contextmanager
-def running(*engines: EngineProcess) -> Iterator[tuple[EngineProcess, ...]]:
-    """Engines that were started side by side: ready inside, gone after."""
-    with ThreadPoolExecutor(len(engines)) as threads:
-        try:
-            list(threads.map(EngineProcess.wait_ready, engines))
-            yield engines
-        finally:
-            list(threads.map(EngineProcess.close, engines))
 
 
 @pytest.fixture(scope="session")
@@ -62,14 +50,25 @@ def engine_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPr
 
 
 @pytest.fixture(scope="session")
-def plain_engine(small_model: Path) -> Iterator[EngineProcess]:
-    """An engine without a connector: what an answer is without a cache.
+def engine_pair(
+    small_model: Path, engine_server: ServerProcess
+) -> Iterator[tuple[EngineProcess, EngineProcess]]:
+    """An engine without a connector and one with it, equal in all else; steps of 512 tokens."""
+    with running(
+        plain(small_model, step_tokens=STEP_TOKENS),
+        cached(small_model, engine_server, step_tokens=STEP_TOKENS),
+    ) as (without, with_connector):
+        yield without, with_connector
 
-    It computes in steps of 512 tokens and keeps no prefix cache, so that every run is a cold one.
-    """
-    with EngineProcess(
-        small_model,
-        max_num_batched_tokens=512,
-        engine_args={"enable_prefix_caching": False},
-    ) as engine:
-        yield engine
+
+@pytest.fixture
+def plain_engine(engine_pair: tuple[EngineProcess, EngineProcess]) -> EngineProcess:
+    """What an answer is without a cache."""
+    return engine_pair[0]
+
+
+@pytest.fixture
+def cached_engine(engine_pair: tuple[EngineProcess, EngineProcess]) -> EngineProcess:
+    """The engine with the connector; its own prefix cache is empty at the start of the test."""
+    assert engine_pair[1].reset_prefix_cache()
+    return engine_pair[1]

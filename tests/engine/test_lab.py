@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ModelMaker
+from engines import ModelMaker
 from predictions import local_hit
 
 from kvledger.lab.engine import EngineError, EngineProcess

@@ -101,9 +101,9 @@ def run_demo(directory: Path | None = None) -> None:
         with _busy(console, "serving the prompts"):
             runs = _serve(first, second)
             account = _account(server, runs[-1])
-        console.print(run_table(runs))
+        console.print("", run_table(runs), "")
         if account is not None:
-            console.print(account_table(account))
+            console.print(account_table(account), "")
         wrong = not all(run.identical and run.predicted for run in runs)
         if wrong:
             console.print(misses_table(server), style="red")
@@ -158,7 +158,7 @@ def _engine_id(name: str) -> str:
 def _engine(model: Path, server: ServerProcess, name: str, scratch: Path) -> EngineProcess:
     return EngineProcess(
         model,
-        connector=connector_config(server.socket_path, engine_id=_engine_id(name), **PATIENT),
+        connector=connector_config(server.socket_path, engine_id=_engine_id(name), options=PATIENT),
         block_size=BLOCK,
         max_model_len=2 * PROMPT_TOKENS,
         kv_cache_bytes=3 * PROMPT_TOKENS * WIDE.kv_bytes_per_token(),
@@ -184,12 +184,12 @@ def _serve(first: EngineProcess, second: EngineProcess) -> list[Run]:
         _run("again", "A", (held, 0), _ask(first, prompt), cold),
     ]
     first.reset_prefix_cache()
-    runs.append(_run("A has forgotten it", "A", (0, whole), _ask(first, prompt), cold))
+    runs.append(_run("after a reset", "A", (0, whole), _ask(first, prompt), cold))
     runs.append(_run("same prompt", "B", (0, whole), _ask(second, prompt), cold))
     second.reset_prefix_cache()
-    runs.append(_run("cold, other ending", "A", (0, 0), other_cold))
+    runs.append(_run("cold, other end", "A", (0, 0), other_cold))
     hit = full_blocks(COMMON_TOKENS)
-    runs.append(_run("other ending", "B", (0, hit), _ask(second, other), other_cold))
+    runs.append(_run("other end", "B", (0, hit), _ask(second, other), other_cold))
     return runs
 
 
@@ -219,11 +219,11 @@ def _run(
 
 def run_table(runs: Sequence[Run]) -> Table:
     """The demo's one table; a hit that differs from its prediction shows both."""
-    table = Table(title="The same answers, sooner", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("run")
+    table = _table("The same answers, sooner")
+    table.add_column("run", no_wrap=True)
     table.add_column("engine")
     for heading in ("prompt\ntokens", "local\nhit", "external\nhit", "TTFT", "speed-up"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("output\nidentical")
     for run in runs:
         result, reference = run.result, run.reference
@@ -235,9 +235,23 @@ def run_table(runs: Sequence[Run]) -> Table:
             _hit(result.external_hit_tokens, run.external),
             f"{result.ttft_seconds:.3f} s",
             f"{reference.ttft_seconds / result.ttft_seconds:.1f}×" if reference else "",
-            ("yes" if reference else "reference") if run.identical else "[bold red]NO[/]",
+            ("yes" if reference else "—") if run.identical else "[bold red]NO[/]",
         )
     return table
+
+
+def _table(title: str) -> Table:
+    """A table that is no wider than 80 columns, and no narrower than its title."""
+    return Table(
+        title=title,
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        min_width=len(title),
+        title_justify="left",
+        caption_justify="left",
+    )
 
 
 def _hit(found: int, predicted: int) -> str:
@@ -261,7 +275,7 @@ def _account(server: ServerProcess, run: Run) -> dict[str, object] | None:
 
 def misses_table(server: ServerProcess) -> Table:
     """Why each request found no more: shown when a hit is not the predicted one."""
-    table = Table(title="All accounts, the latest first", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = _table("All accounts, the latest first")
     columns = ("engine", "tokens", "local_tokens", "external_tokens", "miss")
     for column in columns:
         table.add_column(column)
@@ -276,11 +290,7 @@ def account_table(account: dict[str, object]) -> Table:
     chunk_tokens, fates = account["chunk_tokens"], account["fates"]
     assert isinstance(chunk_tokens, int)
     assert isinstance(fates, list)
-    table = Table(
-        title=f"The account of the last run: its chunks of {chunk_tokens} tokens",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    table = _table(f"The account of the last run, in chunks of {chunk_tokens} tokens")
     table.add_column("chunks", justify="right")
     table.add_column("tokens", justify="right")
     table.add_column("fate")

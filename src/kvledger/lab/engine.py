@@ -36,7 +36,7 @@ CLOSE_SECONDS = 60.0
 
 _LOG_TAIL_BYTES = 4_000
 
-PATIENT = {"lookup_deadline_ms": 10_000.0, "load_deadline_ms": 60_000.0}
+PATIENT: Mapping[str, object] = {"lookup_deadline_ms": 10_000.0, "load_deadline_ms": 60_000.0}
 """Connector options for where hits are counted: a busy machine turns no hit into a miss."""
 
 
@@ -49,7 +49,7 @@ def connector_config(
     *,
     engine_id: str | None = None,
     load_failure_policy: str | None = None,
-    **extra: object,
+    options: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
     """vLLM's ``kv_transfer_config`` for kvledger's connector.
 
@@ -57,7 +57,7 @@ def connector_config(
         socket_path: the server's socket.
         engine_id: the name under which the engine's accounts are found; random if None.
         load_failure_policy: vLLM's ``kv_load_failure_policy``; its own default if None.
-        extra: more connector options, without the prefix "kvledger.".
+        options: more of the connector's options, without the prefix "kvledger.".
     """
     config: dict[str, object] = {
         "kv_connector": "KVLedgerConnector",
@@ -65,7 +65,7 @@ def connector_config(
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "kvledger.socket": str(socket_path),
-            **{f"kvledger.{name}": value for name, value in extra.items()},
+            **{f"kvledger.{name}": value for name, value in (options or {}).items()},
         },
     }
     if engine_id is not None:

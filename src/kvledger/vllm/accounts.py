@@ -48,15 +48,16 @@ class Accounts:
 
     def close_settled(self) -> None:
         """Close every account that has nothing under way any more."""
+        settled: list[Tracked] = []
         still: list[Tracked] = []
         for tracked in self.closing:
             if tracked.load is None and not tracked.account.ended:
                 tracked.account.end()
-            if tracked.load is None and not tracked.account.open_chunks:
-                self._close(tracked)
-            else:
-                still.append(tracked)
-        self.closing = still
+            is_settled = tracked.load is None and not tracked.account.open_chunks
+            (settled if is_settled else still).append(tracked)
+        self.closing = still  # first: a report that finds the server gone comes back here
+        for tracked in settled:
+            self._close(tracked)
 
     def lose_server(self) -> None:
         """What was being written when the server went is not stored anywhere."""

@@ -1,0 +1,425 @@
+"""A scheduler and a server around one account, as small as can be, with books of their own.
+
+The exhaustive test walks through everything these two can do to an :class:`Account`. Nothing here
+is derived from the account: which chunks are valid, what each chunk's name is, in which blocks its
+bytes lie and who holds a reservation is written down independently, and compared after each event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from kvledger.fates import FINAL, Fate
+from kvledger.ledger import Account, Grant, StoreRule
+from kvledger.reasons import Reason
+
+WIDTH = 2  # engine blocks of one chunk
+TOKENS = 8  # of one chunk
+
+Name = tuple[int, int]
+"""A chunk's index, and how often its tokens were replaced by others."""
+
+
+class Question(NamedTuple):
+    number: int
+    chains: tuple[tuple[range, tuple[Name, ...]], ...]
+
+
+class Reservation(NamedTuple):
+    name: Name
+    place: str  # account, workers, unused, settled, void
+
+
+class Limits(NamedTuple):
+    """How often the rare events may happen along one path."""
+
+    chunks: int
+    preempts: int = 1
+    losses: int = 1
+    freezes: int = 1
+    truncates: int = 1
+    heals: int = 1
+    loads: int = 2
+    questions: int = 2
+
+
+@dataclass(slots=True)
+class World:
+    """The account, and the truth about it.
+
+    Attributes:
+        phase: waiting (no blocks), live, loading, window (blocks lost, still readable this step),
+            closing (over, while a load is under way), ended.
+        after_window: phase and block table that follow the window.
+        table: number of the block table the request holds.
+        readable: the table whose bytes can be read, and how many chunks of it are valid.
+    """
+
+    account: Account
+    limits: Limits
+    phase: str = "waiting"
+    after_window: tuple[str, int] = ("waiting", 0)
+    table: int = 0
+    readable: tuple[int, int] = (0, 0)
+    versions: list[int] = field(default_factory=list)
+    ever_valid: int = 0
+    dropped: int = 0
+    local: int = 0
+    load: tuple[int, int] | None = None
+    frozen: bool = False
+    spent: dict[str, int] = field(default_factory=dict)
+    asked: int = 0
+    questions: list[Question] = field(default_factory=list)
+    reservations: list[Reservation] = field(default_factory=list)
+    lost_reason: bool = False
+
+    def clone(self) -> World:
+        account = object.__new__(type(self.account))
+        account.__dict__.update(self.account.__dict__)
+        for name in ("fates", "reasons", "grants", "dropped", "_blocks", "_asked"):
+            setattr(account, name, getattr(account, name).copy())
+        return replace(
+            self,
+            account=account,
+            versions=self.versions.copy(),
+            spent=self.spent.copy(),
+            questions=self.questions.copy(),
+            reservations=self.reservations.copy(),
+        )
+
+    def key(self) -> object:
+        """Equal for states that cannot be told apart from now on: numbers are counted anew."""
+        account = self.account
+        order = {number: index for index, number in enumerate(sorted(account._asked.values()))}
+        order |= {q.number: index for index, q in enumerate(self.questions)}
+        held = [
+            (r.name, r.place) for r in self.reservations if r.place in ("account", "workers")
+        ]
+        return (
+            tuple(account.fates),
+            tuple(sorted(account.reasons.items())),
+            (account.valid_chunks, account.ever_valid, account.known_chunks, account._heals),
+            tuple(sorted(account._blocks.items())),
+            tuple(sorted((c, order[n]) for c, n in account._asked.items())),
+            tuple(sorted((c, g.offset) for c, g in account.grants.items())),
+            (account.ended, account.frozen, account._settled, account.rule.chunks),
+            (self.phase, self.after_window, self.table, self.readable, self.local, self.load),
+            tuple(self.versions),
+            tuple(sorted(self.spent.items())),
+            tuple(q.chains for q in self.questions),
+            tuple(sorted(held)),
+        )
+
+    # ------------------------------------------------------------ books
+
+    def name(self, chunk: int) -> Name:
+        return (chunk, self.versions[chunk])
+
+    def names(self, chunks: range) -> tuple[Name, ...]:
+        return tuple(self.name(chunk) for chunk in chunks)
+
+    def move(self, number: int, frm: tuple[str, ...], to: str) -> None:
+        """A reservation changes hands; it must have been where its books say."""
+        reservation = self.reservations[number]
+        assert reservation.place in frm, f"reservation {number} is {reservation.place}, not {frm}"
+        self.reservations[number] = reservation._replace(place=to)
+
+    def unused(self, numbers: list[int]) -> None:
+        assert len(set(numbers)) == len(numbers), "a reservation was returned twice"
+        for number in numbers:
+            self.move(number, ("account",), "unused")
+
+    def blocks_of(self, table: int, chunk: int) -> tuple[int, ...]:
+        """No two tables and no two chunks share a block."""
+        first = 1 + 100 * table + WIDTH * chunk
+        return tuple(range(first, first + WIDTH))
+
+    def block_table(self) -> list[int]:
+        chunks = range(self.limits.chunks)
+        return [block for chunk in chunks for block in self.blocks_of(self.table, chunk)]
+
+    def may_store(self, chunk: int) -> bool:
+        rule = self.account.rule.chunks
+        return not self.frozen and (rule is None or chunk < rule)
+
+    def spend(self, what: str) -> None:
+        self.spent[what] = self.spent.get(what, 0) + 1
+
+    def can_spend(self, what: str) -> bool:
+        return self.spent.get(what, 0) < int(getattr(self.limits, what))
+
+    # ------------------------------------------------------------ events
+
+    def valid_until(self, chunk: int) -> None:
+        """What the scheduler side does with the engine's numbers, at every step."""
+        self.account.advance(chunk * TOKENS + TOKENS // 2)  # a partial chunk is not a chunk
+        self.ever_valid = max(self.ever_valid, chunk)
+        self.readable = (self.table, chunk)
+        if self.account.needs_table:
+            self.account.capture(self.block_table())
+
+    def admit(self, local: int, hit: int, load: bool) -> None:
+        """From the waiting queue, with blocks of a new table."""
+        self.begin_admission(local, hit, load)
+        self.phase = "loading" if load else "live"
+        self.valid_until(local)
+
+    def begin_admission(self, local: int, hit: int, load: bool) -> None:
+        if not self.frozen:
+            self.account.known_chunks = hit
+        self.local = local
+        if load:
+            self.spend("loads")
+            self.load = (local, hit)
+            self.account.begin_load(local, hit)
+            self.ever_valid = max(self.ever_valid, local)
+
+    def ask(self) -> None:
+        runs = list(self.account.runs_to_ask())
+        self.asked += 1
+        for run in runs:
+            for chunk in run:
+                assert self.may_store(chunk), "asked for a slot of what must not be stored"
+            self.account.ask(run, self.asked)
+        chains = tuple((run, self.names(run)) for run in runs)
+        self.questions.append(Question(self.asked, chains))
+
+    def answer(self, splits: tuple[tuple[int, int], ...]) -> None:
+        question = self.questions.pop(0)
+        for (chunks, names), (present, granted) in zip(question.chains, splits, strict=True):
+            grants = []
+            for name in names[present : present + granted]:
+                grants.append(Grant(len(self.reservations), 4096 * name[0] + name[1]))
+                self.reservations.append(Reservation(name, "account"))
+            self.unused(self.account.answer(chunks, question.number, present, grants))
+
+    def take(self) -> None:
+        table, valid = self.readable
+        for chunk, grant, blocks in self.account.take_granted():
+            self.move(grant.reservation, ("account",), "workers")
+            assert self.may_store(chunk), "stored what must not be stored"
+            name = self.reservations[grant.reservation].name
+            assert name == self.name(chunk), f"{self.name(chunk)} is written under the name {name}"
+            assert chunk < valid, f"chunk {chunk} is not valid"
+            assert blocks == self.blocks_of(table, chunk), "the blocks hold other bytes"
+
+    def settle(self, number: int, failure: Reason | None) -> None:
+        chunk = self.reservations[number].name[0]
+        self.move(number, ("account", "workers"), "settled")
+        self.account.settle(chunk, number, failure)
+
+    def end_load(self, arrived: bool) -> None:
+        assert self.load is not None
+        self.account.end_load(arrived=arrived)
+        valid = self.load[1] if arrived else self.local
+        self.load = None
+        self.ever_valid = max(self.ever_valid, valid)
+        self.readable = (self.table, valid)
+        if self.phase == "closing":
+            self.account.end()
+            self.phase = "ended"
+        else:
+            self.phase = "live"
+
+    def preempt(self) -> None:
+        """The next step's plan begins, and the blocks belong to others after it."""
+        self.spend("preempts")
+        self.account.lose_blocks()
+        self.phase, self.after_window = "window", ("waiting", self.table + 1)
+
+    def preempt_and_admit(self, local: int, hit: int, load: bool) -> None:
+        """Resumed in the very step in which it was preempted: admitted before the plan is made."""
+        self.spend("preempts")
+        self.begin_admission(local, hit, load)
+        self.account.lose_blocks()
+        self.phase = "window"
+        self.after_window = ("loading" if load else "live", self.table + 1)
+
+    def leave_window(self) -> None:
+        self.unused(self.account.forget_blocks())
+        self.phase, self.table = self.after_window
+        self.readable = (self.table, 0)
+        self.after_window = ("waiting", 0)
+        if self.phase != "waiting":
+            self.valid_until(self.local)
+
+    def lose_server(self) -> None:
+        self.spend("losses")
+        self.questions.clear()
+        for number, reservation in enumerate(self.reservations):
+            if reservation.place in ("account", "workers"):
+                self.reservations[number] = reservation._replace(place="void")
+        self.account.lose_server()
+        if self.account.ended:
+            self.unused(self.account.give_up(Reason.SERVER_ABSENT))
+
+    def freeze(self) -> None:
+        self.spend("freezes")
+        self.frozen = True
+        self.unused(self.account.freeze(Reason.EPOCH_CHANGED))
+
+    def truncate(self, keep: int) -> None:
+        """Tokens are cut back into chunk ``keep`` and others come in their place."""
+        self.spend("truncates")
+        self.dropped += max(0, len(self.account.fates) - keep)
+        self.unused(self.account.truncate(keep * TOKENS + 1))
+        self.ever_valid = min(self.ever_valid, keep)
+        self.readable = (self.table, min(self.readable[1], keep))
+        for chunk in range(keep, len(self.versions)):
+            self.versions[chunk] += 1
+
+    def heal(self) -> None:
+        self.spend("heals")
+        self.account.heal()
+
+    def finish(self) -> None:
+        if self.load is not None:
+            self.phase = "closing"
+        else:
+            self.account.end()
+            self.phase = "ended"
+
+    def give_up(self) -> None:
+        """The step after the end has been planned."""
+        self.unused(self.account.forget_blocks())
+        self.unused(self.account.give_up(Reason.RESERVE_DEADLINE))
+
+    # ------------------------------------------------------------ what can happen
+
+    def events(self) -> Iterator[tuple[str, Callable[[World], None]]]:
+        """Everything that a scheduler and a server may do now."""
+        account, phase = self.account, self.phase
+        running = phase in ("live", "loading", "window", "ended")
+        if phase == "waiting":
+            yield from self._admissions("admit", World.admit)
+        if phase == "live":
+            for chunk in range(self.readable[1], self.limits.chunks + 1):
+                yield f"advance({chunk})", lambda w, c=chunk: w.valid_until(c)
+            if self.can_spend("preempts"):
+                yield "preempt", World.preempt
+                yield from self._admissions("preempt+admit", World.preempt_and_admit)
+        if phase in ("live", "waiting") and self.can_spend("truncates"):
+            for keep in range(len(account.fates)):
+                yield f"truncate({keep})", lambda w, k=keep: w.truncate(k)
+        if phase in ("live", "waiting", "loading"):
+            yield "finish", World.finish
+            if self.can_spend("heals"):
+                yield "heal", World.heal
+        if phase in ("loading", "closing"):
+            for arrived in (True, False):
+                yield f"end_load({arrived})", lambda w, a=arrived: w.end_load(a)
+        if phase == "window":
+            yield "leave_window", World.leave_window
+        if phase == "ended":
+            yield "give_up", World.give_up
+        if phase != "waiting" or account.fates:
+            for what, event in (("losses", World.lose_server), ("freezes", World.freeze)):
+                if self.can_spend(what):
+                    yield what, event
+        if running and len(self.questions) < self.limits.questions and any(account.runs_to_ask()):
+            yield "ask", World.ask
+        if running and Fate.GRANTED in account.fates:
+            yield "take", World.take
+        yield from self._answers()
+        yield from self._settlements()
+
+    def _admissions(
+        self, label: str, event: Callable[[World, int, int, bool], None]
+    ) -> Iterator[tuple[str, Callable[[World], None]]]:
+        chunks = self.limits.chunks
+        writing = [r.name for r in self.reservations if r.place in ("account", "workers")]
+        hidden = [c for c in range(chunks) if self.name(c) in writing]  # being written: no hit
+        longest_hit = 0 if self.frozen else min(hidden, default=chunks)
+        for local in range(chunks + 1):
+            for hit in range(longest_hit + 1):
+                yield (
+                    f"{label}({local}, {hit})",
+                    lambda w, x=local, h=hit: event(w, x, h, False),
+                )
+                if hit > local and self.can_spend("loads"):
+                    yield (
+                        f"{label}({local}, {hit}, load)",
+                        lambda w, x=local, h=hit: event(w, x, h, True),
+                    )
+
+    def _answers(self) -> Iterator[tuple[str, Callable[[World], None]]]:
+        if not self.questions:
+            return
+        splits: list[tuple[tuple[int, int], ...]] = [()]
+        for chunks, _ in self.questions[0].chains:
+            size = len(chunks)
+            pairs = [(p, g) for p in range(size + 1) for g in range(size + 1 - p)]
+            splits = [(*before, pair) for before in splits for pair in pairs]
+        for split in splits:
+            yield f"answer{split}", lambda w, s=split: w.answer(s)
+
+    def _settlements(self) -> Iterator[tuple[str, Callable[[World], None]]]:
+        for number, reservation in enumerate(self.reservations):
+            if reservation.place == "workers":
+                yield f"commit({number})", lambda w, n=number: w.settle(n, None)
+            if reservation.place in ("account", "workers"):
+                yield (
+                    f"abort({number})",
+                    lambda w, n=number: w.settle(n, Reason.WRITER_FAILED),
+                )
+
+    # ------------------------------------------------------------ checks
+
+    def check(self) -> None:
+        """What must hold after every event."""
+        account = self.account
+        fates = account.fates
+        held = {n for n, r in enumerate(self.reservations) if r.place == "account"}
+        working = {n for n, r in enumerate(self.reservations) if r.place == "workers"}
+        granted = {g.reservation for c, g in account.grants.items() if fates[c] is Fate.GRANTED}
+        in_flight = {g.reservation for c, g in account.grants.items() if fates[c] is Fate.IN_FLIGHT}
+        assert granted == held, f"the account holds {granted}, the books say {held}"
+        assert in_flight <= working, f"{in_flight} are not with the workers, {working} are"
+        assert len(account.grants) == len(granted) + len(in_flight), "a slot of another fate"
+        writing = {c for c, f in enumerate(fates) if f in (Fate.GRANTED, Fate.IN_FLIGHT)}
+        assert writing == account.grants.keys(), "a fate without its slot"
+        skipped = {c for c, f in enumerate(fates) if f is Fate.SKIPPED}
+        assert skipped == account.reasons.keys(), "reasons and skipped chunks differ"
+        assert all(f in FINAL for f in fates[: account._settled]), "an open chunk is hidden"
+        open_chunks = sum(fate not in FINAL for fate in fates)
+        assert account.open_chunks == open_chunks, "open chunks are miscounted"
+        wanting = (Fate.OWED, Fate.ASKED, Fate.GRANTED)
+        for chunk, fate in enumerate(fates):
+            assert fate not in wanting or self.may_store(chunk), f"chunk {chunk} must not be stored"
+        loading = [c for c, fate in enumerate(fates) if fate is Fate.LOADING]
+        assert loading == list(range(*(self.load or (0, 0)))), "other chunks are being loaded"
+        longest = max(self.ever_valid, self.load[1] if self.load else 0)
+        assert len(fates) == longest, f"{longest} chunks have existed, {len(fates)} have a fate"
+        assert account.ever_valid == self.ever_valid
+
+    def drain(self, arrived: bool) -> None:
+        """From any state to the end of the request; then the books must balance."""
+        if self.phase == "window":
+            self.leave_window()
+        if self.phase != "ended":
+            if self.phase != "closing":
+                self.finish()
+            if self.load is not None:
+                self.end_load(arrived)
+        self.give_up()
+        for number, reservation in enumerate(self.reservations):
+            if reservation.place == "workers":
+                self.settle(number, None)
+        while self.questions:  # answers that come when nobody wants them any more
+            chains = self.questions[0].chains
+            self.answer(tuple((0, len(chunks)) for chunks, _ in chains))
+        self.check()
+        account = self.account
+        assert account.imbalance() is None, account.imbalance()
+        assert len(account.fates) == self.ever_valid
+        assert all(fate in FINAL for fate in account.fates)
+        assert sum(account.balance().values()) == self.ever_valid + self.dropped
+        places = {reservation.place for reservation in self.reservations}
+        assert places <= {"unused", "settled", "void"}, "a reservation has leaked"
+
+
+def start(limits: Limits, rule: StoreRule, kind: type[Account] = Account) -> World:
+    account = kind("r", chunk_tokens=TOKENS, blocks_per_chunk=WIDTH, rule=rule)
+    return World(account, limits, versions=[0] * limits.chunks)
