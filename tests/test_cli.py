@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
 import socket
 import subprocess
-import threading
 import time
 from pathlib import Path
 
@@ -14,8 +14,8 @@ import pytest
 
 import kvledger
 from conftest import StartServer, kvledger_command, kvledger_environment
-from conversation import attach, names
-from kvledger.protocol import Chain, Match, Reserve
+from conversation import attach, hello, names
+from kvledger.protocol import Chain, Match, Report, Reserve, Role, encode
 
 
 def run(*arguments: str, seconds: float = 30) -> subprocess.CompletedProcess[str]:
@@ -69,7 +69,7 @@ def test_an_unknown_command() -> None:
     assert run("sreve").returncode == 2
 
 
-@pytest.mark.parametrize("command", [["status"], ["status", "--json"], ["clear"]])
+@pytest.mark.parametrize("command", [["status"], ["status", "--json"], ["clear"], ["explain"]])
 def test_without_a_server_is_one_sentence_and_code_1(command: list[str], tmp_path: Path) -> None:
     done = run(*command, "--socket", str(tmp_path / "none.sock"))
     assert done.returncode == 1
@@ -170,8 +170,6 @@ def test_only_the_owner_may_open_the_socket(server: StartServer) -> None:
 
 
 def test_the_group_may_open_the_socket(server: StartServer) -> None:
-    import grp
-
     group = grp.getgrgid(os.getgid()).gr_name
     running = server("--group", group)
     assert os.stat(running.socket_path).st_mode & 0o777 == 0o660
@@ -211,6 +209,29 @@ def test_clear(server: StartServer) -> None:
     assert (done.returncode, done.stdout) == (0, "0 objects dropped\n")
 
 
+def test_explain(server: StartServer) -> None:
+    running = server()
+    scheduler, workers = attach(running.socket_path, "engine-one")
+    assert "No engine has reported" in run("explain", "--socket", running.socket_path).stdout
+    scheduler.ask(
+        Report,
+        request="cmpl-7",
+        tokens=100,
+        chunk_tokens=16,
+        local_tokens=0,
+        external_tokens=32,
+        miss="never_seen",
+        fates=[("loaded", 2), ("skipped:no_room", 4)],
+        dropped={"stored": 1},
+        imbalance="",
+    )
+    shown = run("explain", "cmpl", "--socket", running.socket_path).stdout
+    for word in ("cmpl-7", "balanced", "32 to 96", "every candidate for eviction", "cut off"):
+        assert word in shown
+    assert "No engine" in run("explain", "other", "--socket", running.socket_path).stdout
+    assert workers
+
+
 def test_sigterm_ends_it_in_good_order(server: StartServer) -> None:
     running = server()
     assert running.terminate() == 0
@@ -227,31 +248,37 @@ def test_a_server_does_not_remove_the_socket_of_its_successor(server: StartServe
         assert os.path.exists(running.socket_path)
 
 
-def test_another_user_is_refused(server: StartServer, tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root to become another user")
-    running = server()
-    for directory in [tmp_path, *tmp_path.parents]:
-        if directory == Path("/tmp"):
-            break
+GROUP_OF_STRANGER = next((g for g in grp.getgrall() if 0 < g.gr_gid < 60000), None)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+@pytest.mark.skipif(GROUP_OF_STRANGER is None, reason="needs a group besides root's")
+@pytest.mark.parametrize(("is_member", "admitted"), [(False, False), (True, True)])
+def test_another_user_needs_the_group(
+    server: StartServer, tmp_path: Path, is_member: bool, admitted: bool
+) -> None:
+    assert GROUP_OF_STRANGER is not None
+    running = server("--group", GROUP_OF_STRANGER.gr_name)
+    for directory in [tmp_path, *tmp_path.parents[:-2]]:
         os.chmod(directory, 0o711)
     os.chmod(running.socket_path, 0o666)
-    received: list[bytes] = []
+    pid = os.fork()
+    if pid == 0:
+        os.setgroups([GROUP_OF_STRANGER.gr_gid] if is_member else [])
+        os.setresgid(65534, 65534, 65534)
+        os.setresuid(65534, 65534, 65534)
+        os._exit(is_welcome(running.socket_path))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == admitted
+    assert ("not our user" in running.log()) == (not admitted)
 
-    def connect_as_nobody() -> None:
-        pid = os.fork()
-        if pid == 0:
-            os.setgroups([])
-            os.setresgid(65534, 65534, 65534)
-            os.setresuid(65534, 65534, 65534)
-            with socket.socket(socket.AF_UNIX) as stranger:
-                stranger.connect(running.socket_path)
-                stranger.settimeout(5)
-                os._exit(0 if stranger.recv(1) == b"" else 1)
-        received.append(b"" if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 else b"?")
 
-    thread = threading.Thread(target=connect_as_nobody)
-    thread.start()
-    thread.join()
-    assert received == [b""]
-    assert "not our user" in running.log()
+def is_welcome(path: str) -> int:
+    """1 if the server answers this process, 0 if it hangs up."""
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(5)
+        stranger.connect(path)
+        stranger.send(encode(hello("", Role.CLIENT)))
+        try:
+            return int(stranger.recv(1) != b"")
+        except ConnectionResetError:
+            return 0

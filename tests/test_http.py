@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
-import signal
+import socket
+import threading
 import urllib.parse
+from collections.abc import Iterator
+from dataclasses import replace
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -15,6 +20,8 @@ from conftest import RunningServer, StartServer, wait_until
 from conversation import attach, names
 from kvledger.client import Client
 from kvledger.protocol import Chain, Commit, Match, Report, Reserve, Settled
+from kvledger.server.http_thread import HttpThread
+from kvledger.server.status import StatusDocument
 
 
 def get(running: RunningServer, path: str, seconds: float = 10) -> tuple[int, bytes]:
@@ -114,14 +121,41 @@ def test_unbalanced_accounts_are_shown_only_once_somebody_reports(running: Runni
     assert workers
 
 
-def test_a_server_whose_loop_does_not_answer_is_not_healthy(running: RunningServer) -> None:
-    """The main thread alone is stopped, by a tracer; the HTTP thread goes on."""
-    wait_until(lambda: get(running, "/healthz")[0] == 200)
-    os.kill(running.process.pid, signal.SIGSTOP)
-    with pytest.raises(TimeoutError):
-        get(running, "/healthz", seconds=0.3)
-    os.kill(running.process.pid, signal.SIGCONT)
-    wait_until(lambda: get(running, "/healthz")[0] == 200)
+@pytest.fixture
+def borrowed_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """A loop on a thread, standing in for the server's."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_health_asks_the_loop_and_the_arena(
+    running: RunningServer, borrowed_loop: asyncio.AbstractEventLoop
+) -> None:
+    with Client(running.socket_path) as client:
+        document = msgspec.convert(client.status(), StatusDocument)
+    intact = [True]
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    stand_in = replace(running, ready_line=f"x, http://127.0.0.1:{port}")
+    http_thread = HttpThread(listener, borrowed_loop, lambda: document, lambda: intact[0])
+    http_thread.start()
+    assert get(stand_in, "/healthz")[0] == 200
+    intact[0] = False
+    status, body = get(stand_in, "/healthz")
+    assert (status, "seals" in json.loads(body)["reason"]) == (503, True)
+    intact[0] = True
+    go_on = threading.Event()
+    borrowed_loop.call_soon_threadsafe(go_on.wait)
+    status, body = get(stand_in, "/healthz")
+    assert (status, "no answer" in json.loads(body)["reason"]) == (503, True)
+    go_on.set()
+    assert get(stand_in, "/healthz")[0] == 200
+    http_thread.stop()
 
 
 def test_draining_is_not_healthy(running: RunningServer) -> None:

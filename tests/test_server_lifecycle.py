@@ -148,6 +148,10 @@ def test_an_object_too_large_is_refused_with_a_remedy(running: RunningServer) ->
     reply = scheduler.ask(Match, lease=1, group=0, names=b"")
     assert isinstance(reply, Error)
     assert reply.code == ErrorCode.NAMESPACE_NOT_OPEN
+    with Client(running.socket_path) as client:
+        (engine,) = client.status()["engines"]
+    assert engine["trouble"] == error.message
+    assert engine["trouble"] in reply.message
 
 
 def test_equal_engines_share_and_different_ones_do_not(running: RunningServer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import socket
 import struct
 import threading
@@ -14,6 +15,7 @@ import pytest
 from conftest import RunningServer, StartServer, wait_until
 from conversation import Talker, attach, hello, names
 from kvledger.client import Client
+from kvledger.errors import ServerUnavailableError
 from kvledger.protocol import (
     MAX_FRAME_BYTES,
     Commit,
@@ -32,6 +34,7 @@ from kvledger.protocol import (
     decode_reply,
     encode,
 )
+from kvledger.server.daemon import MAX_SESSIONS
 
 
 @pytest.fixture
@@ -254,3 +257,25 @@ def test_too_many_names_are_refused(running: RunningServer) -> None:
     reply = scheduler.ask(Match, lease=1, group=0, names=bytes(32 * (limit + 1)))
     assert isinstance(reply, Error)
     assert reply.code == ErrorCode.LIMIT_REACHED
+
+
+def test_the_number_of_sessions_is_bounded(running: RunningServer) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        silent = [RawSocket(running.socket_path) for _ in range(MAX_SESSIONS)]
+        one_more = RawSocket(running.socket_path)
+        assert one_more.replies_until_closed() == []
+        for raw in silent:
+            raw.socket.close()
+        wait_until(lambda: can_connect(running))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def can_connect(running: RunningServer) -> bool:
+    try:
+        still_serves(running)
+    except ServerUnavailableError:
+        return False
+    return True

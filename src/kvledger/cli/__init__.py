@@ -116,3 +116,17 @@ def clear(
 
     with Client(socket) as client:
         typer.echo(f"{client.clear(namespace)} objects dropped")
+
+
+@app.command()
+def explain(
+    request: Annotated[
+        str, typer.Argument(help="How the request's id begins.", show_default="all that are kept")
+    ] = "",
+    socket: SocketOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show the closed accounts of requests: what became of each chunk, and why."""
+    from kvledger.cli.explain import run_explain
+
+    run_explain(socket, request, as_json=json)

@@ -86,7 +86,7 @@ def _engines(engines: list[dict[str, Any]]) -> Table:
     for engine in engines:
         attached = f"{len(engine['ranks_attached'])} of {engine['world_size']}"
         scheduler = "" if engine["scheduler_attached"] else ", no scheduler"
-        waiting = f"waiting for {', '.join(engine['waiting_for'])}"
+        waiting = engine["trouble"] or f"waiting for {', '.join(engine['waiting_for'])}"
         table.add_row(
             engine["engine"],
             engine["label"],

@@ -126,12 +126,13 @@ class Attachments:
         field = disagreement(process, list(engine.processes.values()))
         if field:
             process.fields = None
-            logger.error("%s differs from the other processes in %r", process, field)
-            raise RefusedError(
-                ErrorCode.RANKS_DISAGREE,
+            engine.trouble = (
                 f"{process} differs from the other processes of the engine in {field!r}; "
-                "start all ranks with the same configuration",
+                "start all ranks with the same configuration"
             )
+            logger.error("%s", engine.trouble)
+            raise RefusedError(ErrorCode.RANKS_DISAGREE, engine.trouble)
+        engine.trouble = ""
         if not engine.missing():
             self._open_namespace(engine, process)
 
@@ -216,6 +217,7 @@ class Attachments:
             _check_layout(joined)
             self._catalog.open_namespace(joined.namespace, joined.object_bytes)
         except ObjectTooLargeError as error:
+            engine.trouble = str(error)
             logger.error("engine %s cannot be served: %s", engine.id, error)
             if last is scheduler:
                 raise RefusedError(ErrorCode.OBJECT_TOO_LARGE, str(error)) from error

@@ -73,6 +73,7 @@ class Engine:
         namespace: the open namespace, or None.
         object_bytes: with an open namespace: slot size of each group.
         part_offsets: with an open namespace: for each rank and group, where its part begins.
+        trouble: why the namespace cannot open, as a sentence for people; empty if nothing is wrong.
         opened: the namespace has been open in this generation, so plans may have been made.
     """
 
@@ -84,6 +85,7 @@ class Engine:
     object_bytes: tuple[int, ...] = ()
     part_offsets: tuple[tuple[int, ...], ...] = ()
     opened: bool = False
+    trouble: str = ""
 
     @property
     def scheduler(self) -> Process | None:

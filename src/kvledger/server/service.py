@@ -264,10 +264,8 @@ class Service:
         """The engine of a scheduler whose namespace is open."""
         engine = _process(session, Role.SCHEDULER).engine
         if engine.namespace is None:
-            missing = ", ".join(engine.missing()) or "an object size that fits"
-            raise RefusedError(
-                ErrorCode.NAMESPACE_NOT_OPEN, f"the namespace is not open; waiting for {missing}"
-            )
+            why = engine.trouble or f"waiting for {', '.join(engine.missing())}"
+            raise RefusedError(ErrorCode.NAMESPACE_NOT_OPEN, f"the namespace is not open: {why}")
         return engine
 
     def _refuse_if_draining(self) -> None:

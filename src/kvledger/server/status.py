@@ -48,7 +48,12 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine; ``waiting_for`` names the processes that have not described themselves."""
+    """One engine.
+
+    Attributes:
+        waiting_for: the processes that have not described themselves.
+        trouble: why its namespace cannot open, as a sentence; empty if nothing is wrong.
+    """
 
     engine: str
     label: str
@@ -57,6 +62,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     ranks_attached: list[int]
     namespace: str
     waiting_for: list[str]
+    trouble: str
 
 
 class Nearest(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,6 +209,7 @@ def _engine_status(engine: Engine) -> EngineStatus:
         ),
         namespace=engine.namespace or "",
         waiting_for=engine.missing(),
+        trouble=engine.trouble,
     )
 
 

@@ -1,0 +1,417 @@
+"""Simulated engines with our connector beside a real server, and the books of both.
+
+A :class:`World` is one test's view: its own namespace on a server that other tests use too, and
+every engine that the test makes. When the test ends, :meth:`World.check` asks what must hold after
+any life of an engine (the standing checks), whatever the test itself has asked.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import kvledger
+from kvledger.client import Client
+from kvledger.errors import ServerUnavailableError
+from kvledger.lab.server import ServerProcess
+from kvledger.naming import chunk_names
+from kvledger.sim import Kind, SimulatedEngine
+from kvledger.sim.model import VOCABULARY
+
+CONNECTOR = "kvledger.vllm:KVLedgerConnector"
+SOURCE = Path(kvledger.__file__).parents[1]
+DEADLINE_SECONDS = 30.0
+"""Liveness bound of every poll here: what takes milliseconds gets thousands of times as long."""
+
+NO_STORE = {"kvledger.store": False}
+NO_LOAD = {"kvledger.load": False}
+
+NUDGE = "nudge-"
+"""How the ids of requests begin that only give the engine something to do."""
+
+Runs = list[tuple[str, int]]
+"""Fates along the chain of one request: (fate, number of chunks)."""
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Poll until the condition holds; fails with ``what`` after a generous deadline."""
+    end = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < end, f"in vain: {what}"
+        time.sleep(0.002)
+
+
+def text(seed: object, count: int) -> list[int]:
+    """``count`` tokens; a longer text of the same seed begins with the shorter one."""
+    rng = random.Random(f"text {seed}")
+    return [rng.randrange(VOCABULARY) for _ in range(count)]
+
+
+def full_chunks(engine: SimulatedEngine, tokens: int) -> int:
+    """Whole chunks in so many tokens."""
+    return tokens // chunk_tokens(engine)
+
+
+def chunk_tokens(engine: SimulatedEngine) -> int:
+    """The unit of storage that the test has asked for."""
+    chosen = engine.connector._setup.options.chunk_tokens
+    return int(chosen or engine.options.block_size)
+
+
+class Server:
+    """A server that can be killed, replaced, stopped and continued; its socket stays the same."""
+
+    def __init__(self, directory: Path, memory: str = "64MiB", *arguments: str) -> None:
+        self.socket = directory / "kvledger.sock"
+        self._memory = memory
+        self._arguments = arguments
+        self._process: ServerProcess | None = None
+        self._stopped = False
+
+    def start(self) -> None:
+        """Start it and wait until it listens; a new boot each time."""
+        path = os.pathsep.join(filter(None, (str(SOURCE), os.environ.get("PYTHONPATH", ""))))
+        self._process = ServerProcess(
+            self.socket,
+            memory=self._memory,
+            arguments=self._arguments,
+            env={"PYTHONPATH": path},
+        ).wait_ready()
+        self._stopped = False
+
+    def kill(self) -> None:
+        """End it without warning."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+    def close(self) -> None:
+        """End it in order."""
+        self.resume()
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def replace(self) -> None:
+        """Kill it and start another."""
+        self.kill()
+        self.start()
+
+    def pause(self) -> None:
+        """SIGSTOP: it is there and answers nothing."""
+        if self._process is not None and not self._stopped:
+            self._process.send_signal(signal.SIGSTOP)
+            self._stopped = True
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        if self._process is not None and self._stopped:
+            self._process.send_signal(signal.SIGCONT)
+            self._stopped = False
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it runs and answers."""
+        return self._process is not None and not self._stopped
+
+    def status(self) -> dict[str, Any]:
+        """The status document."""
+        with Client(str(self.socket)) as client:
+            return client.status()
+
+    def totals(self) -> dict[str, Any]:
+        """What it holds now and has counted."""
+        totals: dict[str, Any] = self.status()["totals"]
+        return totals
+
+    def explain(self, request: str = "") -> list[dict[str, Any]]:
+        """The newest accounts."""
+        with Client(str(self.socket), timeout_seconds=DEADLINE_SECONDS) as client:
+            return client.explain(request)
+
+    def clear(self) -> None:
+        """Drop everything it holds."""
+        with Client(str(self.socket)) as client:
+            client.clear()
+
+
+class World:
+    """One test's engines on one server; see the module.
+
+    Attributes:
+        server: the server, shared with other tests.
+        namespace: ``kvledger.namespace`` of this test's engines.
+        engines: those that are open.
+        lossy: the server was replaced or a load was made to fail, so that accounts of a boot are
+            gone with it: the comparison of reports with the engine's log is left out.
+    """
+
+    def __init__(self, server: Server, namespace: str) -> None:
+        self.server = server
+        self.namespace = namespace
+        self.engines: list[SimulatedEngine] = []
+        self.lossy = False
+        self._made = 0
+
+    # ---- engines ----------------------------------------------------------------------------
+
+    def engine(
+        self,
+        *,
+        attached: bool = True,
+        options: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> SimulatedEngine:
+        """An engine with our connector; ``options`` are its keys without ``kvledger.``.
+
+        Equal ``weights`` are equal model revisions, so that engines of a test share blocks.
+        """
+        self._made += 1
+        given = {
+            "socket": str(self.server.socket),
+            "namespace": self.namespace,
+            "model_revision": fields.get("weights", "base"),
+            # A busy machine stops any process for some ten milliseconds; a test that counts hits
+            # must not depend on it. Tests of the deadlines set their own.
+            "lookup_deadline_ms": 20_000.0,
+            "load_deadline_ms": 60_000.0,
+            **(options or {}),
+        }
+        engine = SimulatedEngine(
+            CONNECTOR,
+            extra_config={f"kvledger.{key}": value for key, value in given.items()},
+            engine_id=f"{self.namespace}/{self._made}",
+            **fields,
+        )
+        self.engines.append(engine)
+        if attached:
+            self.attach(engine)
+        return engine
+
+    def attach(self, engine: SimulatedEngine) -> None:
+        """Wait until the server has opened the engine's namespace and the engine has heard so.
+
+        Requests of one token (no block) give the engine the steps in which it says who it is.
+        """
+
+        def is_attached() -> bool:
+            self.nudge(engine)
+            return bool(self.status_of(engine).get("namespace"))
+
+        wait_until(is_attached, "the engine attaches to the server")
+        self.nudge(engine)
+
+    def nudge(self, engine: SimulatedEngine) -> None:
+        """Give the engine a few steps in which it can hear what the server has said."""
+        engine.add([0], request_id=f"{NUDGE}{engine.step_count}", transfer_params=NO_STORE)
+        engine.run()
+
+    def status_of(self, engine: SimulatedEngine) -> dict[str, Any]:
+        """The server's entry for an engine; empty if it does not know it."""
+        engine_id = self.id_of(engine)
+        found = [e for e in self.server.status()["engines"] if e["engine"] == engine_id]
+        return found[0] if found else {}
+
+    @staticmethod
+    def id_of(engine: SimulatedEngine) -> str:
+        """The engine id that joins its processes."""
+        return str(engine.connector._vllm_config.kv_transfer_config.engine_id)
+
+    def close(self, engine: SimulatedEngine) -> None:
+        """Check an engine and end it."""
+        self.check_engine(engine)
+        self.engines.remove(engine)
+        engine.close()
+
+    # ---- books ------------------------------------------------------------------------------
+
+    def settle(self, engine: SimulatedEngine) -> None:
+        """Run until idle and until every account is closed."""
+        engine.run()
+        scheduler = engine.connector.scheduler
+
+        def is_settled() -> bool:
+            if scheduler.accounts.closing:
+                self.nudge(engine)
+            return not scheduler.accounts.closing
+
+        wait_until(is_settled, "every account is closed")
+
+    def accounts(self, engine: SimulatedEngine) -> dict[str, dict[str, Any]]:
+        """The server's copy of the closed accounts of an engine, by request.
+
+        Waits until every request that has ended by itself is among them; the server keeps some
+        thousand, so of very many the newest must do.
+        """
+        self.settle(engine)
+        engine_id = self.id_of(engine)
+        ended = [e.request_id for e in engine.events if e.kind is Kind.FINISHED]
+        awaited = {name for name in ended[-256:] if not name.startswith(NUDGE)}
+        found: dict[str, dict[str, Any]] = {}
+
+        def are_reported() -> bool:
+            documents = self.server.explain()
+            found.update({d["request"]: d for d in documents if d["engine"] == engine_id})
+            return self.lossy or awaited <= found.keys()
+
+        wait_until(are_reported, "the reports arrive")
+        return found
+
+    def runs(self, engine: SimulatedEngine, request_id: str) -> Runs:
+        """Fates along the chain of one request, as the server was told."""
+        account = self.accounts(engine)[request_id]
+        assert not account["imbalance"], account
+        return [(fate, count) for fate, count in account["fates"]]
+
+    def fates(self, engine: SimulatedEngine, request_id: str) -> Counter[str]:
+        """Number of chunks of each fate of one request."""
+        counts: Counter[str] = Counter()
+        for fate, count in self.runs(engine, request_id):
+            counts[fate] += count
+        return counts
+
+    def stored_chunks(self, engine: SimulatedEngine, tokens: Sequence[int], **fields: Any) -> int:
+        """Leading chunks of a text that the server can give back, byte for byte.
+
+        A fresh engine of the same kind loads them, stores nothing, and its oracle compares.
+        """
+        kept = ("block_size", "layers", "heads", "ranks", "layout", "weights", "windows")
+        same = {name: getattr(engine.options, name) for name in kept}
+        given = {"chunk_tokens": chunk_tokens(engine), "store": "none"}
+        blocks = len(tokens) // engine.options.block_size + 8
+        reader = self.engine(options=given, num_blocks=blocks, max_model_len=8192, **same, **fields)
+        request = reader.add(tokens)
+        reader.run()
+        hit = reader.external_hit(request)
+        self.close(reader)
+        return hit // chunk_tokens(engine)
+
+    # ---- standing checks --------------------------------------------------------------------
+
+    def check(self) -> None:
+        """All standing checks, for each engine and for the server."""
+        for engine in list(self.engines):
+            self.check_engine(engine)
+        if self.server.is_up:
+            self.check_nothing_held()
+
+    def check_engine(self, engine: SimulatedEngine) -> None:
+        """After any life: idle, no hook failed, books balanced, bytes right, nothing leaked."""
+        self.settle(engine)
+        connector = engine.connector
+        failures = [connector.guard.failures]
+        failures += [rank.connector.guard.failures for rank in engine.workers.ranks]
+        assert not any(failures), f"hooks have failed: {failures}"
+        scheduler = connector.scheduler
+        assert scheduler.accounts.unbalanced == 0
+        assert not scheduler.live
+        assert not scheduler.loads.active
+        assert scheduler.stores.open_reservations == 0
+        assert scheduler.lookups.leases == 0
+        engine.check()
+        check_protocol(engine)
+        if self.server.is_up:
+            self.check_accounts(engine)
+
+    def check_accounts(self, engine: SimulatedEngine) -> None:
+        """I2 from the engine's log alone: every full block with KV has exactly one fate.
+
+        A request that has ended by itself has KV for all its tokens but the last one sampled.
+        """
+        accounts = self.accounts(engine)
+        ended = {e.request_id for e in engine.events if e.kind is Kind.FINISHED}
+        for request_id in ended & accounts.keys() & engine._prompts.keys():
+            account = accounts[request_id]
+            prompt, generated = engine._prompts[request_id].tokens, engine.outputs[request_id]
+            expected = full_chunks(engine, len(prompt) + len(generated) - 1)
+            found = sum(count for _, count in account["fates"])
+            assert found == expected, (request_id, account)
+            assert account["tokens"] == len(prompt) + len(generated), (request_id, account)
+        for account in accounts.values():
+            assert not account["imbalance"], account
+
+    def check_nothing_held(self) -> None:
+        """I4: no lease, no reservation, no quarantined slot once no request is alive."""
+
+        def nothing_held() -> bool:
+            totals = self.server.totals()
+            return not (totals["leases"] or totals["reservations"] or totals["quarantined"])
+
+        try:
+            wait_until(nothing_held, "the server holds nothing for idle engines")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.server.totals()}") from None
+
+
+def check_protocol(engine: SimulatedEngine) -> None:
+    """I5 and I6 from the engine's log.
+
+    One answer for each asynchronous load that the engine still waited for, none unasked, none for
+    anything else; nothing is ever sent; a look-up never answers with more than the prompt.
+    """
+    pending: Counter[str] = Counter()
+    for event in engine.events:
+        assert event.kind is not Kind.SEND_FINISHED, event
+        if event.kind is Kind.ALLOCATED and event.tokens:
+            pending[event.request_id] += 1
+        elif event.kind in (Kind.LOAD_FINISHED, Kind.LOAD_FAILED):
+            pending[event.request_id] -= 1
+            assert pending[event.request_id] >= 0, f"unasked: {event}"
+    left = {request: count for request, count in pending.items() if count}
+    assert not left, f"loads that nobody has answered: {left}"
+
+
+def lookups(engine: SimulatedEngine, request_id: str) -> list[int | None]:
+    """What the connector has answered to vLLM's look-ups of a request."""
+    return [
+        event.tokens
+        for event in engine.events
+        if event.kind is Kind.LOOKED_UP and event.request_id == request_id
+    ]
+
+
+def count_events(engine: SimulatedEngine, kind: Kind, request_id: str | None = None) -> int:
+    """How often something has happened."""
+    return sum(
+        event.kind is kind and request_id in (None, event.request_id) for event in engine.events
+    )
+
+
+def loaded_bytes(engine: SimulatedEngine) -> int:
+    """Bytes that the first rank has copied in."""
+    return int(engine.workers.ranks[0].connector.worker.loaded_bytes)
+
+
+def part_bytes(engine: SimulatedEngine) -> int:
+    """Bytes of one rank's part of one chunk, from the shape of the tensors: each token has
+    ``layers`` × ``heads`` lanes of eight bytes."""
+    return chunk_tokens(engine) * engine.options.layers * engine.options.heads * 8
+
+
+def names_of(engine: SimulatedEngine, block_hashes: Iterable[bytes]) -> list[bytes]:
+    """Chunk names of a request's block hashes."""
+    width = chunk_tokens(engine) // engine.options.block_size
+    return list(chunk_names(list(block_hashes), width))
+
+
+def cold_output(tokens: Sequence[int], *, max_tokens: int = 1, **fields: Any) -> list[int]:
+    """What an engine without any connector generates."""
+    with SimulatedEngine(None, **{"num_blocks": 1024, **fields}) as engine:
+        request = engine.add(tokens, max_tokens=max_tokens)
+        engine.run()
+        return engine.outputs[request]
+
+
+def server_reachable(server: Server) -> bool:
+    """Whether a client gets an answer."""
+    try:
+        server.status()
+    except ServerUnavailableError:
+        return False
+    return True

@@ -1,0 +1,70 @@
+"""What the tests with a simulated engine share: one server a module, one world a test."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from books import Server, World
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server for all tests of a module; each has its own namespace."""
+    running = Server(tmp_path_factory.mktemp("server"))
+    running.start()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with as little memory as can be given."""
+    running = Server(tmp_path_factory.mktemp("small"), "16MiB")
+    running.start()
+    yield running
+    running.close()
+
+
+def _world(server: Server, request: pytest.FixtureRequest) -> Iterator[World]:
+    name = re.sub(r"\W+", "-", request.node.name)
+    if not server.is_up:
+        server.resume()
+    if not server.is_up:
+        server.start()
+    world = World(server, name)
+    failed_before = request.session.testsfailed
+    try:
+        yield world
+        if request.session.testsfailed == failed_before:
+            world.check()
+    finally:
+        server.resume()
+        for engine in world.engines:
+            engine.close()
+        if server.is_up:
+            server.clear()
+
+
+@pytest.fixture
+def world(server: Server, request: pytest.FixtureRequest) -> Iterator[World]:
+    """One test's engines on the module's server, with the standing checks at its end."""
+    yield from _world(server, request)
+
+
+@pytest.fixture
+def small_world(small_server: Server, request: pytest.FixtureRequest) -> Iterator[World]:
+    """Like ``world``, on a server whose memory is soon full."""
+    yield from _world(small_server, request)
+
+
+@pytest.fixture(autouse=True)
+def quiet_vllm() -> None:
+    """vLLM logs a line at every reset of its cache."""
+    logging.getLogger("vllm").setLevel(logging.ERROR)
