@@ -46,6 +46,7 @@ help: ## list the targets
 # ---------------------------------------------------------------- environment
 
 venv: $(KVLEDGER_STAMP) ## vLLM for CPUs and kvledger in .venv; a second run installs nothing
+	@:
 
 $(ENGINE_STAMP):
 	@if [ -z "$(PYTHON)" ]; then \

@@ -7,10 +7,28 @@ import os
 import signal
 import time
 from multiprocessing.connection import Connection as Pipe
+from typing import Any
 
-from kvledger.client import Connection
+from kvledger.client import Client, Connection
 from kvledger.naming import NAME_BYTES
-from kvledger.protocol import PROTOCOL_VERSION, PUSH_ID, Describe, Hello, Opened, Reply, Role
+from kvledger.protocol import (
+    PROTOCOL_VERSION,
+    PUSH_ID,
+    Chain,
+    Commit,
+    Describe,
+    Done,
+    Hello,
+    Opened,
+    Reply,
+    Reserve,
+    Reserved,
+    Role,
+    Settled,
+    pack_u64,
+    unpack_u64,
+)
+from servers import RunningServer, wait_until
 
 ANSWER_SECONDS = 10.0
 
@@ -168,3 +186,36 @@ def _obey(pipe: Pipe) -> None:
             pipe.send(result)
         except Exception as error:
             pipe.send(error)
+
+
+def totals(running: RunningServer) -> dict[str, Any]:
+    with Client(running.socket_path) as client:
+        return client.status()["totals"]
+
+
+def held(running: RunningServer) -> tuple[int, int, int]:
+    """Leases, open reservations, quarantined slots."""
+    now = totals(running)
+    return now["leases"], now["reservations"], now["quarantined"]
+
+
+def reserve(scheduler: Talker, packed: bytes, parent: bytes = b"", step: int = 1) -> list[int]:
+    reply = scheduler.ask(Reserve, step=step, group=0, chains=[Chain(parent=parent, names=packed)])
+    assert isinstance(reply, Reserved)
+    return unpack_u64(reply.chains[0].reservations)
+
+
+def store(scheduler: Talker, workers: list[Talker], packed: bytes) -> None:
+    """Wait for room, reserve, and commit on every rank."""
+    numbers: list[int] = []
+
+    def reserved() -> bool:
+        numbers.extend(reserve(scheduler, packed))
+        return bool(numbers)
+
+    wait_until(reserved)
+    for worker in workers:
+        assert isinstance(worker.ask(Commit, reservations=pack_u64(numbers)), Done)
+    settled = scheduler.wait_push(Settled)
+    assert isinstance(settled, Settled)
+    assert unpack_u64(settled.stored) == numbers

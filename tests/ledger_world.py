@@ -8,7 +8,8 @@ bytes lie and who holds a reservation is written down independently, and compare
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvledger.fates import FINAL, Fate
@@ -18,8 +19,14 @@ from kvledger.reasons import Reason
 WIDTH = 2  # engine blocks of one chunk
 TOKENS = 8  # of one chunk
 
+COPIED = ("fates", "reasons", "grants", "dropped", "_blocks", "_asked")
+"""What is mutable in an account."""
+
 Name = tuple[int, int]
 """A chunk's index, and how often its tokens were replaced by others."""
+
+
+WANTING = frozenset({Fate.OWED, Fate.ASKED, Fate.GRANTED})
 
 
 class Question(NamedTuple):
@@ -45,7 +52,7 @@ class Limits(NamedTuple):
     questions: int = 2
 
 
-@dataclass(slots=True)
+@dataclass
 class World:
     """The account, and the truth about it.
 
@@ -73,30 +80,27 @@ class World:
     asked: int = 0
     questions: list[Question] = field(default_factory=list)
     reservations: list[Reservation] = field(default_factory=list)
-    lost_reason: bool = False
 
     def clone(self) -> World:
         account = object.__new__(type(self.account))
-        account.__dict__.update(self.account.__dict__)
-        for name in ("fates", "reasons", "grants", "dropped", "_blocks", "_asked"):
-            setattr(account, name, getattr(account, name).copy())
-        return replace(
-            self,
-            account=account,
-            versions=self.versions.copy(),
-            spent=self.spent.copy(),
-            questions=self.questions.copy(),
-            reservations=self.reservations.copy(),
-        )
+        attributes = account.__dict__
+        attributes.update(self.account.__dict__)
+        for name in COPIED:
+            attributes[name] = attributes[name].copy()
+        other = copy(self)
+        other.account = account
+        other.versions = self.versions.copy()
+        other.spent = self.spent.copy()
+        other.questions = self.questions.copy()
+        other.reservations = self.reservations.copy()
+        return other
 
     def key(self) -> object:
         """Equal for states that cannot be told apart from now on: numbers are counted anew."""
         account = self.account
         order = {number: index for index, number in enumerate(sorted(account._asked.values()))}
         order |= {q.number: index for index, q in enumerate(self.questions)}
-        held = [
-            (r.name, r.place) for r in self.reservations if r.place in ("account", "workers")
-        ]
+        held = [(r.name, r.place) for r in self.reservations if r.place in ("account", "workers")]
         return (
             tuple(account.fates),
             tuple(sorted(account.reasons.items())),
@@ -213,6 +217,10 @@ class World:
     def end_load(self, arrived: bool) -> None:
         assert self.load is not None
         self.account.end_load(arrived=arrived)
+        if not arrived:
+            left = self.account.fates[slice(*self.load)]
+            assert all(f in (Fate.OWED, Fate.SKIPPED) for f in left), "a failed load is believed"
+            assert Fate.PRESENT not in self.account.fates, "what the server said is believed"
         valid = self.load[1] if arrived else self.local
         self.load = None
         self.ever_valid = max(self.ever_valid, valid)
@@ -370,25 +378,32 @@ class World:
     def check(self) -> None:
         """What must hold after every event."""
         account = self.account
-        fates = account.fates
+        fates, grants = account.fates, account.grants
         held = {n for n, r in enumerate(self.reservations) if r.place == "account"}
-        working = {n for n, r in enumerate(self.reservations) if r.place == "workers"}
-        granted = {g.reservation for c, g in account.grants.items() if fates[c] is Fate.GRANTED}
-        in_flight = {g.reservation for c, g in account.grants.items() if fates[c] is Fate.IN_FLIGHT}
-        assert granted == held, f"the account holds {granted}, the books say {held}"
-        assert in_flight <= working, f"{in_flight} are not with the workers, {working} are"
-        assert len(account.grants) == len(granted) + len(in_flight), "a slot of another fate"
-        writing = {c for c, f in enumerate(fates) if f in (Fate.GRANTED, Fate.IN_FLIGHT)}
-        assert writing == account.grants.keys(), "a fate without its slot"
-        skipped = {c for c, f in enumerate(fates) if f is Fate.SKIPPED}
-        assert skipped == account.reasons.keys(), "reasons and skipped chunks differ"
-        assert all(f in FINAL for f in fates[: account._settled]), "an open chunk is hidden"
-        open_chunks = sum(fate not in FINAL for fate in fates)
-        assert account.open_chunks == open_chunks, "open chunks are miscounted"
-        wanting = (Fate.OWED, Fate.ASKED, Fate.GRANTED)
+        granted: set[int] = set()
+        skipped = open_chunks = 0
+        loading: list[int] = []
         for chunk, fate in enumerate(fates):
-            assert fate not in wanting or self.may_store(chunk), f"chunk {chunk} must not be stored"
-        loading = [c for c, fate in enumerate(fates) if fate is Fate.LOADING]
+            if fate in WANTING:
+                assert self.may_store(chunk), f"chunk {chunk} must not be stored"
+            if fate is Fate.GRANTED:
+                granted.add(grants[chunk].reservation)
+            elif fate is Fate.IN_FLIGHT:
+                place = self.reservations[grants[chunk].reservation].place
+                assert place == "workers", f"the slot of chunk {chunk} is {place}"
+            else:
+                assert chunk not in grants, f"chunk {chunk} is {fate} and holds a slot"
+            if fate is Fate.LOADING:
+                loading.append(chunk)
+            if fate not in FINAL:
+                open_chunks += 1
+                assert chunk >= account._settled, "an open chunk is hidden"
+            assert (fate is Fate.SKIPPED) == (chunk in account.reasons), f"reason of chunk {chunk}"
+            skipped += fate is Fate.SKIPPED
+        assert granted == held, f"the account holds {granted}, the books say {held}"
+        assert skipped == len(account.reasons), "a reason without its chunk"
+        assert all(chunk < len(fates) for chunk in grants), "a slot without its chunk"
+        assert account.open_chunks == open_chunks, "open chunks are miscounted"
         assert loading == list(range(*(self.load or (0, 0)))), "other chunks are being loaded"
         longest = max(self.ever_valid, self.load[1] if self.load else 0)
         assert len(fates) == longest, f"{longest} chunks have existed, {len(fates)} have a fate"

@@ -5,6 +5,7 @@ one real bug, and proves that the oracle sees it. Stores are named, so that engi
 them: ``{"store": "name"}`` in the connector's extra configuration.
 """
 
+# ruff: noqa: ARG002
 from __future__ import annotations
 
 import random

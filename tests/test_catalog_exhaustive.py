@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from catalog_spec import CheckedCatalog, SpecViolation
+from catalog_checked import CheckedCatalog
+from catalog_spec import SpecViolation
 from kvledger.catalog import Catalog
 from kvledger.entries import EngineBooks, Entry, Reservation, Settlement
 from kvledger.naming import Name, NamespaceId, name_of

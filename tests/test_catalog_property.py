@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from catalog_spec import CheckedCatalog
+from catalog_checked import CheckedCatalog
 from kvledger.catalog import Catalog
 from kvledger.entries import Entry, GroupIndex, Reservation
 from kvledger.naming import Name, NamespaceId, name_of

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import kvledger
-from conftest import StartServer, kvledger_command, kvledger_environment
 from conversation import attach, hello, names
 from kvledger.protocol import Chain, Match, Report, Reserve, Role, encode
+from servers import StartServer, kvledger_command, kvledger_environment
 
 
 def run(*arguments: str, seconds: float = 30) -> subprocess.CompletedProcess[str]:

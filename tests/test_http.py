@@ -16,12 +16,12 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from conftest import RunningServer, StartServer, wait_until
 from conversation import attach, names
 from kvledger.client import Client
 from kvledger.protocol import Chain, Commit, Match, Report, Reserve, Settled
 from kvledger.server.http_thread import HttpThread
 from kvledger.server.status import StatusDocument
+from servers import RunningServer, StartServer, wait_until
 
 
 def get(running: RunningServer, path: str, seconds: float = 10) -> tuple[int, bytes]:

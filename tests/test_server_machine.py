@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from conftest import wait_until
 from kvledger.arena import Arena
 from kvledger.config import make_config
 from kvledger.errors import ConfigurationError
 from kvledger.server.growth import Growth, GrowthState
 from kvledger.server.machine import MemoryReading, read_memory
 from kvledger.server.preflight import check_memory
+from servers import wait_until
 
 GIB = 1 << 30
 

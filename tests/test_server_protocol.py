@@ -12,7 +12,6 @@ import threading
 import msgspec
 import pytest
 
-from conftest import RunningServer, StartServer, wait_until
 from conversation import Talker, attach, hello, names
 from kvledger.client import Client
 from kvledger.errors import ServerUnavailableError
@@ -35,6 +34,7 @@ from kvledger.protocol import (
     encode,
 )
 from kvledger.server.daemon import MAX_SESSIONS
+from servers import RunningServer, StartServer, wait_until
 
 
 @pytest.fixture

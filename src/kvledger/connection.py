@@ -222,17 +222,21 @@ class Connection:
 
 
 def _send_hello(stream: socket.socket, hello: Hello) -> None:
-    """Send Hello with our own pidfd, which lets the server know at once when we end."""
+    """Send Hello with our own pidfd, which lets the server know at once when we end.
+
+    A server that has closed the connection already may have said why, so that is no error here.
+    """
     frame = encode(hello)
-    if hello.role is Role.CLIENT:
-        stream.sendall(frame, socket.MSG_NOSIGNAL)
-        return
-    pidfd = os.pidfd_open(os.getpid())
-    try:
-        sent = socket.send_fds(stream, [frame], [pidfd], socket.MSG_NOSIGNAL)
-        stream.sendall(frame[sent:], socket.MSG_NOSIGNAL)
-    finally:
-        os.close(pidfd)
+    sent = 0
+    with contextlib.suppress(BrokenPipeError):
+        if hello.role is not Role.CLIENT:
+            pidfd = os.pidfd_open(os.getpid())
+            try:
+                sent = socket.send_fds(stream, [frame], [pidfd], socket.MSG_NOSIGNAL)
+            finally:
+                os.close(pidfd)
+        if sent < len(frame):
+            stream.sendall(frame[sent:], socket.MSG_NOSIGNAL)
 
 
 def _receive_welcome(

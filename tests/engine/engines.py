@@ -9,6 +9,7 @@ from pathlib import Path
 
 from predictions import BLOCK
 
+from kvledger.client import Client
 from kvledger.lab.engine import PATIENT, EngineProcess, connector_config
 from kvledger.lab.models import ModelSpec
 from kvledger.lab.requests import Result
@@ -70,3 +71,11 @@ def ask(engine: EngineProcess, prompt: Sequence[int], *, max_tokens: int = 32) -
 def hits(result: Result) -> tuple[int, int]:
     """Tokens from the engine's own prefix cache, and from the server."""
     return result.local_hit_tokens, result.external_hit_tokens
+
+
+def latest_accounts(server: ServerProcess) -> str:
+    """For the message of a failed assertion: what the last requests found, and why no more."""
+    with Client(str(server.socket_path)) as client:
+        accounts = client.explain()[:4]
+    fields = ("tokens", "local_tokens", "external_tokens", "miss", "fates")
+    return "latest accounts:\n" + "\n".join(str([a[f] for f in fields]) for a in accounts)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import UNLIMITED, ask, cached, forget, hits, plain, running
+from engines import UNLIMITED, ask, cached, forget, hits, latest_accounts, plain, running
 from predictions import (
     BLOCK,
     LENGTHS,
@@ -27,7 +27,12 @@ SETTLE_SECONDS = 60.0
 
 
 def assert_same_output_and_hits(
-    without: EngineProcess, engine: EngineProcess, *, seed: int, unit: int = BLOCK
+    without: EngineProcess,
+    engine: EngineProcess,
+    server: ServerProcess,
+    *,
+    seed: int,
+    unit: int = BLOCK,
 ) -> None:
     """Each length twice, forgetting in between; a prompt of its own for each length."""
     for tokens in LENGTHS:
@@ -40,11 +45,14 @@ def assert_same_output_and_hits(
         forget(engine)
         again = ask(engine, prompt)
         expected = (0, hit_after_reset(tokens, unit=unit))
-        assert (hits(again), again.token_ids) == (expected, reference.token_ids), tokens
+        assert hits(again) == expected, (tokens, latest_accounts(server))
+        assert again.token_ids == reference.token_ids, tokens
 
 
-def test_lengths_in_steps_of_512(plain_engine: EngineProcess, cached_engine: EngineProcess) -> None:
-    assert_same_output_and_hits(plain_engine, cached_engine, seed=10_000)
+def test_lengths_in_steps_of_512(
+    plain_engine: EngineProcess, cached_engine: EngineProcess, engine_server: ServerProcess
+) -> None:
+    assert_same_output_and_hits(plain_engine, cached_engine, engine_server, seed=10_000)
 
 
 def test_what_the_engine_still_holds_is_not_loaded(cached_engine: EngineProcess) -> None:
@@ -118,8 +126,10 @@ def unlimited_pair(
 
 
 @pytest.mark.full
-def test_lengths_in_one_step(unlimited_pair: tuple[EngineProcess, EngineProcess]) -> None:
-    assert_same_output_and_hits(*unlimited_pair, seed=30_000)
+def test_lengths_in_one_step(
+    unlimited_pair: tuple[EngineProcess, EngineProcess], engine_server: ServerProcess
+) -> None:
+    assert_same_output_and_hits(*unlimited_pair, engine_server, seed=30_000)
 
 
 @pytest.mark.full
@@ -132,12 +142,16 @@ def test_chunks_of_256_tokens_and_a_small_server(
         )
         crowded = cached(small_model, small_server, step_tokens=512)
         with running(chunked, crowded):
-            assert_same_output_and_hits(plain_engine, chunked, seed=40_000, unit=CHUNK_TOKENS)
-            assert_newest_is_always_there(plain_engine, crowded)
+            assert_same_output_and_hits(
+                plain_engine, chunked, engine_server, seed=40_000, unit=CHUNK_TOKENS
+            )
+            assert_newest_is_always_there(plain_engine, crowded, small_server)
             assert_books_balance(small_server, requests=72)
 
 
-def assert_newest_is_always_there(without: EngineProcess, engine: EngineProcess) -> None:
+def assert_newest_is_always_there(
+    without: EngineProcess, engine: EngineProcess, server: ServerProcess
+) -> None:
     """12 prompts of 6 MB through 20 MB, three rounds: the latest prompt is always found."""
     prompts = [random_prompt(50_000 + number, 1_500) for number in range(12)]
     references = [ask(without, prompt).token_ids for prompt in prompts]
@@ -147,7 +161,8 @@ def assert_newest_is_always_there(without: EngineProcess, engine: EngineProcess)
             assert ask(engine, prompt).token_ids == reference
             forget(engine)
             again = ask(engine, prompt)
-            assert (hits(again), again.token_ids) == ((0, hit_after_reset(1_500)), reference)
+            assert hits(again) == (0, hit_after_reset(1_500)), latest_accounts(server)
+            assert again.token_ids == reference
 
 
 def assert_books_balance(server: ServerProcess, *, requests: int) -> None:

@@ -22,7 +22,7 @@ from kvledger.errors import ServerUnavailableError
 from kvledger.lab.server import ServerProcess
 from kvledger.naming import chunk_names
 from kvledger.sim import Kind, SimulatedEngine
-from kvledger.sim.model import VOCABULARY
+from kvledger.sim.model import VOCABULARY, write_model
 
 CONNECTOR = "kvledger.vllm:KVLedgerConnector"
 SOURCE = Path(kvledger.__file__).parents[1]
@@ -170,13 +170,18 @@ class World:
     ) -> SimulatedEngine:
         """An engine with our connector; ``options`` are its keys without ``kvledger.``.
 
-        Equal ``weights`` are equal model revisions, so that engines of a test share blocks.
+        Engines of a test with equal ``weights`` have one model, and share blocks.
         """
         self._made += 1
+        weights = fields.get("weights", "base")
+        model = self.server.socket.parent / f"model-{weights}"
+        if not model.exists():
+            write_model(model, weights)
         given = {
             "socket": str(self.server.socket),
             "namespace": self.namespace,
-            "model_revision": fields.get("weights", "base"),
+            # The files are younger than this process, so the connector does not trust them.
+            "model_revision": "1",
             # A busy machine stops any process for some ten milliseconds; a test that counts hits
             # must not depend on it. Tests of the deadlines set their own.
             "lookup_deadline_ms": 20_000.0,
@@ -187,6 +192,7 @@ class World:
             CONNECTOR,
             extra_config={f"kvledger.{key}": value for key, value in given.items()},
             engine_id=f"{self.namespace}/{self._made}",
+            model_directory=model,
             **fields,
         )
         self.engines.append(engine)

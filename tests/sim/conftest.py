@@ -11,7 +11,7 @@ import pytest
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from books import Server, World
+from books import DEADLINE_SECONDS, Server, World
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +68,25 @@ def small_world(small_server: Server, request: pytest.FixtureRequest) -> Iterato
 def quiet_vllm() -> None:
     """vLLM logs a line at every reset of its cache."""
     logging.getLogger("vllm").setLevel(logging.ERROR)
+
+
+@pytest.fixture(autouse=True)
+def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets an engine wait for a live server as long as it takes.
+
+    On a busy machine an answer can take longer than the milliseconds that an engine grants it, and
+    counts of hits would then depend on the machine. Tests of those bounds are marked ``bounds``.
+    """
+    if request.node.get_closest_marker("bounds") is None:
+        for module, name in (
+            ("scheduler_side", "ANSWER_WAIT_SECONDS"),
+            ("scheduler_side", "LAST_WAIT_SECONDS"),
+            ("lookups", "FIRST_WAIT_SECONDS"),
+            ("channel", "SILENCE_SECONDS"),
+        ):
+            monkeypatch.setattr(f"kvledger.vllm.{module}.{name}", DEADLINE_SECONDS)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Marks of this folder."""
+    config.addinivalue_line("markers", "bounds: the engine waits no longer than it does for users")

@@ -24,16 +24,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
-from kvledger.sim.forward import FakeModelRunner
-from kvledger.sim.memory import RankMemory, build_cache_config
+from kvledger.sim.assembly import assemble
 from kvledger.sim.model import (
     ConnectorOptions,
     EngineFields,
@@ -42,12 +37,10 @@ from kvledger.sim.model import (
     write_model,
 )
 from kvledger.sim.observer import Observer
-from kvledger.sim.oracle import Oracle
-from kvledger.sim.pattern import Pattern, PatternShape, Prefix
+from kvledger.sim.pattern import Prefix
 from kvledger.sim.records import Allocation, Event, Kind, StepRecord
-from kvledger.sim.requests import Prompt, make_hasher, make_request
+from kvledger.sim.requests import Prompt, make_request
 from kvledger.sim.watch import Watch
-from kvledger.sim.worker import Rank, WorkerGroup
 
 STEP_LIMIT = 4096
 """Step records kept; older ones are dropped."""
@@ -119,42 +112,16 @@ class SimulatedEngine:
                 engine_id=engine_id,
                 load_failure_policy=load_failure_policy,
             )
-        self._build(build_config(model_directory, self.options, chosen), random.Random(seed))
-
-    def _build(self, config: Any, rng: random.Random) -> None:
-        """Workers first, then the scheduler, then the handshake: vLLM's order."""
-        options = self.options
-        cache_config = build_cache_config(options)
-        memories = [RankMemory(cache_config, options) for _ in range(options.ranks)]
-        shape = PatternShape(
-            ranks=options.ranks,
-            groups=len(options.windows),
-            layers=options.layers,
-            lanes=options.heads,
-            max_tokens=options.max_model_len + 2 * (options.drafts + 1) + options.block_size,
+        config = build_config(model_directory, self.options, chosen)
+        self._parts = assemble(
+            config, self.options, self._prefixes.__getitem__, random.Random(seed)
         )
-        self._pattern = Pattern(shape)
-        self.oracle = Oracle(options, self._pattern, memories)
-        runner = FakeModelRunner(options, self._pattern, memories, self._prefixes.__getitem__, rng)
-        ranks = [
-            Rank(config, cache_config, index, memory) for index, memory in enumerate(memories)
-        ]
-        self.workers = WorkerGroup(ranks, runner, options)
-        scheduler_class = AsyncScheduler if options.async_scheduling else Scheduler
-        self.scheduler = scheduler_class(
-            vllm_config=config,
-            kv_cache_config=cache_config,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=options.block_size,
-            hash_block_size=options.block_size,
-        )
-        self.scheduler.use_v2_model_runner = options.model_runner == 2
+        self.scheduler = self._parts.scheduler
         self.connector = self.scheduler.connector
+        self.workers = self._parts.workers
+        self.oracle = self._parts.oracle
         if self.connector is not None:
-            self.workers.connect(self.connector)
             self._observer.attach(self.connector)
-        algorithm = config.cache_config.prefix_caching_hash_algo
-        self._hasher = make_hasher(algorithm, options.block_size)
         self._watch = Watch(self.scheduler, self.workers, self.oracle, self._observer)
 
     # ---- requests ---------------------------------------------------------------------------
@@ -190,11 +157,11 @@ class SimulatedEngine:
         )
         self._prompts[request_id] = prompt
         self._prefixes[request_id] = Prefix(
-            self._pattern, prompt.seed(self.weights), prompt.tokens
+            self._parts.pattern, prompt.seed(self.weights), prompt.tokens
         )
         self.outputs[request_id] = []
         self._observer.note(Kind.ADDED, request_id, len(prompt.tokens))
-        request = make_request(request_id, prompt, self._hasher)
+        request = make_request(request_id, prompt, self._parts.hasher)
         self._requests[request_id] = request
         self.scheduler.add_request(request)
         return request_id
@@ -417,7 +384,7 @@ class SimulatedEngine:
             return
         prompt = self._prompts[request_id]
         tokens = [*prompt.tokens, *self.outputs[request_id]]
-        prefix = Prefix(self._pattern, prompt.seed(self.weights), tokens)
+        prefix = Prefix(self._parts.pattern, prompt.seed(self.weights), tokens)
         self.oracle.check_output(request_id, prefix, len(prompt.tokens))
 
     def _describe_requests(self) -> str:

@@ -276,9 +276,7 @@ class FakeModelRunner:
             for index, end in enumerate(share.ends)
         ]
 
-    def _spread(
-        self, shares: Sequence[_Share], found: list[int], expected: list[int]
-    ) -> list[int]:
+    def _spread(self, shares: Sequence[_Share], found: list[int], expected: list[int]) -> list[int]:
         """Let wrong context spoil what is computed from it; return what is read afterwards.
 
         Requests that share a block in one step spoil each other, so this repeats until nothing
@@ -332,15 +330,12 @@ def expected_token(prefix: Prefix, windows: Sequence[int | None], length: int | 
     """The token that follows the first ``length`` tokens (all of them by default)."""
     end = len(prefix) if length is None else length
     total = sum(
-        prefix.checksum(group, _begin(window, end, 1), end)
-        for group, window in enumerate(windows)
+        prefix.checksum(group, _begin(window, end, 1), end) for group, window in enumerate(windows)
     )
     return next_token(total & MASK, VOCABULARY)
 
 
-def _differing(
-    shares: Sequence[_Share], found: list[int], expected: list[int]
-) -> tuple[str, ...]:
+def _differing(shares: Sequence[_Share], found: list[int], expected: list[int]) -> tuple[str, ...]:
     """Requests of which some read did not give what it should."""
     wrong = []
     position = 0

@@ -176,9 +176,7 @@ def build_config(
         seed=0,
         skip_tokenizer_init=True,
     )
-    cache = CacheConfig(
-        block_size=options.block_size, enable_prefix_caching=options.prefix_caching
-    )
+    cache = CacheConfig(block_size=options.block_size, enable_prefix_caching=options.prefix_caching)
     cache.num_gpu_blocks = options.num_blocks
     scheduler = SchedulerConfig(
         max_num_seqs=options.max_requests,

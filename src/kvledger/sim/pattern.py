@@ -181,9 +181,7 @@ class Prefix:
         end = start + len(tokens)
         self._states[start:end] = states
         for group, checksums in enumerate(self._checksums):
-            np.cumsum(
-                self._pattern.weighed_sums(states, group, start), out=checksums[start:end]
-            )
+            np.cumsum(self._pattern.weighed_sums(states, group, start), out=checksums[start:end])
             if start:
                 checksums[start:end] += checksums[start - 1]
         self.tokens.extend(tokens)

@@ -163,7 +163,9 @@ class Player:
             self.engine.finish_step()
 
     def _abort(self, action: Action) -> None:
-        live = [r.request_id for r in self.engine.scheduler.requests.values() if not r.is_finished()]
+        live = [
+            r.request_id for r in self.engine.scheduler.requests.values() if not r.is_finished()
+        ]
         if live:
             self.engine.abort(live[action.a % len(live)])
 

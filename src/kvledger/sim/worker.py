@@ -87,7 +87,7 @@ class Rank:
         self.forward_context = create_forward_context(self.attention, own)
         self.idle_context = create_forward_context(None, own)
 
-    def start_load(self, output: Any, runs: bool, arguments: dict[str, Any]) -> None:
+    def start_load(self, runs: bool, arguments: dict[str, Any]) -> None:
         """Begin this step's loads inside the forward context of the step."""
         context = self.forward_context if runs else self.idle_context
         with override_forward_context(context):
@@ -153,10 +153,10 @@ class WorkerGroup:
         self._begin(output)
         arguments = self._load_arguments(output) if runs else {}
         if output.has_sync_kv_loads:
-            self._start_loads(output, runs, arguments)
+            self._start_loads(runs, arguments)
         result = self._forward(output) if runs else ForwardResult({}, ())
         if not output.has_sync_kv_loads:
-            self._start_loads(output, runs, arguments)
+            self._start_loads(runs, arguments)
         reports = self._finish(output, runs)
         return self._merge(result, reports, runs)
 
@@ -189,9 +189,9 @@ class WorkerGroup:
             "num_tokens": output.total_num_scheduled_tokens,
         }
 
-    def _start_loads(self, output: Any, runs: bool, arguments: dict[str, Any]) -> None:
+    def _start_loads(self, runs: bool, arguments: dict[str, Any]) -> None:
         for rank in self.ranks:
-            rank.start_load(output, runs, arguments)
+            rank.start_load(runs, arguments)
 
     def _forward(self, output: Any) -> ForwardResult:
         hooked = [rank for rank in self.ranks if rank.connector is not None]

@@ -48,6 +48,7 @@ class StepPlan:
     Attributes:
         boot: the server's boot id that every offset below belongs to; empty without a server.
         arena_generation: the arena of that boot.
+        namespace: the namespace in which the leases and reservations below were given.
         stores: blocks complete at the end of this step; read in ``wait_for_save``.
         rescues: blocks of requests that finished or were preempted; read in
             ``handle_preemptions``, before anything of this step writes.
@@ -60,6 +61,7 @@ class StepPlan:
 
     boot: str = ""
     arena_generation: int = 0
+    namespace: str = ""
     stores: tuple[CopyPlan, ...] = ()
     rescues: tuple[CopyPlan, ...] = ()
     loads: tuple[LoadPlan, ...] = ()

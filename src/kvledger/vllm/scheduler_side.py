@@ -216,6 +216,7 @@ class SchedulerSide(Listener):
         return StepPlan(
             boot=self.boot,
             arena_generation=self.arena_generation,
+            namespace=self.namespace,
             stores=stores,
             rescues=saved,
             loads=loads,

@@ -1,15 +1,24 @@
 """The worker's half of the connector: it follows the plan of each step, byte by byte.
 
 Stores are copied before the hook returns in which the blocks can be read; loads are copied inline,
-within a budget of bytes a step. A plan of another boot of the server, or of another arena, is never
-followed: its stores are skipped and its loads fail. Each load is answered exactly once.
+within a budget of bytes a step. A plan of another boot of the server, of another arena or of
+another namespace is never followed: its stores are skipped and its loads fail. Each load is
+answered exactly once.
+
+A slot that is being read is protected by a lease, and the server may have to drop it. It tells the
+ranks first, so a rank looks once more *after* it has copied: if nothing was said, nobody else can
+have been given the slot before the copy was complete. A slot that is being written is protected by
+quarantine until this rank describes itself anew, which the link's thread does: so that thread and
+the copies exclude each other.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +47,14 @@ LOAD_BUDGET_BYTES = 256 << 20
 """Loaded in one step, some 30 ms on a CPU: other requests' tokens wait meanwhile."""
 
 
+class Given(NamedTuple):
+    """Under which attachment a plan's slots were given; all of it must still hold."""
+
+    boot: str
+    arena_generation: int
+    namespace: str
+
+
 @dataclass(frozen=True, slots=True)
 class Attachment:
     """One server's arena, mapped by this rank.
@@ -52,14 +69,17 @@ class Attachment:
     arena_generation: int
     transfer: Transfer
 
+    def has_given(self, given: Given) -> bool:
+        """Whether slots and reservation numbers given there belong to this attachment."""
+        return (self.boot, self.arena_generation) == (given.boot, given.arena_generation)
+
 
 @dataclass(slots=True)
 class ActiveLoad:
     """A load under way: the copies still to make."""
 
     plan: LoadPlan
-    boot: str
-    arena_generation: int
+    given: Given
     copy: int = 0
     chunk: int = 0
 
@@ -94,9 +114,11 @@ class WorkerSide(Listener):
         self._blocks_per_chunk = blocks_per_chunk
         self._load_budget_bytes = load_budget_bytes
         self._channel: Channel | None = None
+        self._copying = threading.Lock()
         self._mapped: dict[Connection, Attachment] = {}
         self._attachment: Attachment | None = None
-        self._part_offsets: list[int] | None = None
+        self._namespace = ""
+        self._part_offsets: list[int] = []
         self._unsent: list[tuple[bytes, Reason | None]] = []
         self._to_store: tuple[StepPlan, tuple[CopyPlan, ...]] | None = None
         self._loads: dict[str, ActiveLoad] = {}
@@ -115,7 +137,10 @@ class WorkerSide(Listener):
         """Map the new server's arena and describe this rank, before any plan speaks of it."""
         transfer = self._make_transfer(connection)
         welcome = connection.welcome
-        self._mapped = {connection: Attachment(welcome.boot, welcome.arena_generation, transfer)}
+        attachment = Attachment(welcome.boot, welcome.arena_generation, transfer)
+        with self._copying:  # from here on no slot of an earlier attachment is touched
+            self._attachment = None
+            self._mapped = {connection: attachment}
         connection.send(
             Describe(id=connection.next_id(), fields=self._fields, part_bytes=self._part_bytes)
         )
@@ -129,14 +154,17 @@ class WorkerSide(Listener):
         self._attachment = None if connection is None else self._mapped.get(connection)
 
     def on_lost(self) -> None:
-        """The server is gone. Its arena stays mapped: loads of its plans can still be copied."""
-        self._part_offsets = None
+        """The server is gone, or has ended this attachment: no slot of it may be touched."""
+        self._attachment = None
+        self._namespace = ""
         self._unsent = []
 
     def on_push(self, push: Opened | Closed | Settled) -> None:
-        """Where this rank's part lies within each object."""
+        """Where this rank's part lies within each object, or that no slot is ours any more."""
         if isinstance(push, Opened):
-            self._part_offsets = push.part_offsets
+            self._namespace, self._part_offsets = push.namespace, push.part_offsets
+        elif isinstance(push, Closed):
+            self._namespace = ""
 
     def on_refused(self, error: Error) -> None:
         """The server refuses this rank; the scheduler's side tells the operator of the engine."""
@@ -162,7 +190,7 @@ class WorkerSide(Listener):
             if request_id in self._loads:
                 self._answer(request_id, arrived=False)
         for new in plan.loads:
-            self._loads[new.request_id] = ActiveLoad(new, plan.boot, plan.arena_generation)
+            self._loads[new.request_id] = ActiveLoad(new, _given(plan))
         budget = self._load_budget_bytes
         for load in list(self._loads.values()):
             if budget <= 0:
@@ -195,28 +223,28 @@ class WorkerSide(Listener):
 
     # ------------------------------------------------------------ copies
 
-    def _follows(self, boot: str, arena_generation: int) -> Attachment | None:
-        """The attachment, if these plans are of the arena it maps."""
+    def _follows(self, given: Given) -> Attachment | None:
+        """The attachment, if these slots were given under it and are still ours."""
         attachment = self._attachment
-        if (
-            attachment is None
-            or attachment.boot != boot
-            or attachment.arena_generation != arena_generation
-        ):
+        if attachment is None or not self._namespace:
             return None
-        return attachment
+        ours = attachment.has_given(given) and given.namespace == self._namespace
+        return attachment if ours else None
 
     def _store(self, plan: StepPlan, copies: tuple[CopyPlan, ...]) -> None:
         for copy in copies:
-            attachment = self._follows(plan.boot, plan.arena_generation)
-            stored = False
-            if attachment is not None and self._part_offsets is not None:
-                stored = self._store_one(attachment, copy, self._part_offsets[copy.group])
+            with self._copying:
+                attachment = self._attachment
+                if attachment is None or not attachment.has_given(_given(plan)):
+                    continue  # reservation numbers of another attachment mean nothing to this one
+                followed = self._follows(_given(plan))
+                stored = followed is not None and self._store_one(followed, copy)
             self._unsent.append((copy.reservations, None if stored else Reason.WRITER_FAILED))
         if copies:
             self._flush()
 
-    def _store_one(self, attachment: Attachment, copy: CopyPlan, part_offset: int) -> bool:
+    def _store_one(self, attachment: Attachment, copy: CopyPlan) -> bool:
+        part_offset = self._part_offsets[copy.group]
         block_ids, offsets = self._arrays(copy)
         try:
             self.stored_bytes += attachment.transfer.store(
@@ -229,35 +257,41 @@ class WorkerSide(Listener):
 
     def _load_some(self, load: ActiveLoad, budget: int) -> int:
         """Copy chunks of a load until it is complete or the budget is used; bytes copied."""
-        attachment = self._follows(load.boot, load.arena_generation)
-        if attachment is None or self._part_offsets is None:
+        try:
+            with self._copying:
+                copied = self._copy_some(load, budget)
+        except KVLedgerError as error:
+            logger.error("kvledger: a load failed: %s", error)
+            copied = None
+        if copied is None:
             self._answer(load.plan.request_id, arrived=False)
             return 0
+        self.loaded_bytes += copied
+        if load.copy >= len(load.plan.copies):
+            self._poll()  # see the module: the slots must have been ours until here
+            arrived = self._follows(load.given) is not None
+            self._answer(load.plan.request_id, arrived=arrived)
+        return copied
+
+    def _copy_some(self, load: ActiveLoad, budget: int) -> int | None:
+        """Move a load on by at most the budget (but a chunk); None if its slots are not ours."""
+        attachment = self._follows(load.given)
+        if attachment is None:
+            return None
         copied = 0
-        while load.copy < len(load.plan.copies):
+        while load.copy < len(load.plan.copies) and copied < budget:
             copy = load.plan.copies[load.copy]
             block_ids, offsets = self._arrays(copy)
+            part_bytes = self._part_bytes[copy.group]
+            stop = load.chunk + max(1, (budget - copied) // part_bytes)
+            some = slice(load.chunk, min(stop, len(offsets)))
+            attachment.transfer.load(
+                copy.group, block_ids[some], offsets[some], self._part_offsets[copy.group]
+            )
+            copied += (some.stop - some.start) * part_bytes
+            load.chunk = some.stop
             if load.chunk >= len(offsets):
                 load.copy, load.chunk = load.copy + 1, 0
-                continue
-            part = self._part_bytes[copy.group]
-            if copied >= budget:
-                break
-            stop = load.chunk + max(1, (budget - copied) // part)
-            some = slice(load.chunk, stop)
-            part_offset = self._part_offsets[copy.group]
-            try:
-                attachment.transfer.load(copy.group, block_ids[some], offsets[some], part_offset)
-            except KVLedgerError as error:
-                logger.error("kvledger: a load failed: %s", error)
-                self._answer(load.plan.request_id, arrived=False)
-                return copied
-            done = min(stop, len(offsets)) - load.chunk
-            copied += done * part
-            load.chunk += done
-        else:
-            self._answer(load.plan.request_id, arrived=True)
-        self.loaded_bytes += copied
         return copied
 
     def _arrays(self, copy: CopyPlan) -> tuple[NDArray[np.int32], NDArray[np.uint64]]:
@@ -285,6 +319,10 @@ class WorkerSide(Listener):
             if not channel.send(_verdict(*self._unsent[0])):
                 break
             self._unsent.pop(0)
+
+
+def _given(plan: StepPlan) -> Given:
+    return Given(plan.boot, plan.arena_generation, plan.namespace)
 
 
 def _verdict(reservations: bytes, failure: Reason | None) -> Callable[[int], Request]:

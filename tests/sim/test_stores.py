@@ -1,0 +1,372 @@
+"""What is stored, when, and what the account says of the rest.
+
+The expectations follow from token counts: a chunk is due as soon as the KV of its last token is
+valid, and no chunk is due for the last token that was sampled (it was never fed).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+from books import NO_LOAD, NO_STORE, World, lookups, part_bytes, text, wait_until
+
+from kvledger.protocol import Commit
+from kvledger.sim import SimulatedEngine
+
+CHUNKS = pytest.mark.parametrize("chunk", [16, 64], ids=["chunk16", "chunk64"])
+
+
+@CHUNKS
+@pytest.mark.parametrize("budget", [16, 40, 1024])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_chunked_prefill(world: World, chunk: int, budget: int, is_async: bool) -> None:
+    """Any budget stores the same chunks: the whole ones, once each."""
+    engine = world.engine(
+        options={"chunk_tokens": chunk},
+        num_blocks=256,
+        max_batched_tokens=budget,
+        async_scheduling=is_async,
+    )
+    lengths = [1, 15, 16, 17, 63, 64, 65, 300]
+    requests = {n: engine.add(text(f"prefill {n}", n)) for n in lengths}
+    engine.run()
+    expected = {n: [("stored", n // chunk)] if n >= chunk else [] for n in lengths}
+    assert {n: world.runs(engine, request) for n, request in requests.items()} == expected
+    assert world.stored_chunks(engine, text("prefill 300", 300)) == 300 // chunk
+
+
+@CHUNKS
+def test_every_step_stores_what_it_has_made_valid(world: World, chunk: int) -> None:
+    """After each step the server holds exactly the chunks that are valid by then."""
+    engine = world.engine(
+        options={"chunk_tokens": chunk}, num_blocks=128, max_batched_tokens=56, max_requests=1
+    )
+    before = world.server.totals()["stored"]
+    request = engine.add(text("steps", 400), max_tokens=60)
+    valid = 0
+    while not engine.is_idle:
+        record = engine.step()
+        assert record is not None
+        valid += record.scheduled.get(request, 0)
+        assert world.server.totals()["stored"] - before == valid // chunk
+    assert valid == 400 + 60 - 1
+
+
+@CHUNKS
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_multi_turn_finds_generated_tokens(world: World, chunk: int, is_async: bool) -> None:
+    """The next turn loads ⌊(prompt + generated − 1) / chunk⌋ chunks of the last one."""
+    engine = world.engine(
+        options={"chunk_tokens": chunk}, num_blocks=256, async_scheduling=is_async
+    )
+    history = text("turns", 50)
+    known = 0
+    for turn in range(4):
+        engine.reset_prefix_cache()
+        request = engine.add(history, max_tokens=45)
+        engine.run()
+        assert engine.external_hit(request) == known * chunk
+        chunks = (len(history) + 45 - 1) // chunk
+        assert world.fates(engine, request) == Counter(
+            {"loaded": known, "stored": chunks - known}
+        ) - Counter()
+        history = history + engine.outputs[request] + text(f"turn {turn}", 20)
+        known = chunks
+
+
+def test_many_stores_in_flight_for_one_request(world: World) -> None:
+    """Eight stores of one request, committed by the second rank in the order 8, 1, 2 … 7.
+
+    Nothing is readable before its last commit, and everything is after.
+    """
+    engine = world.engine(
+        num_blocks=300, max_batched_tokens=512, max_model_len=8192, ranks=2
+    )
+    held: list[Any] = []
+    channel = engine.workers.ranks[1].connector.worker._channel
+    send = channel.send
+
+    def hold_commits(make: Any, on_reply: Any = None) -> bool:
+        if isinstance(make(0), Commit):
+            held.append(make)
+            return True
+        return bool(send(make, on_reply))
+
+    channel.send = hold_commits
+    before = world.server.totals()["stored"]
+    request = engine.add(text("in flight", 4096), max_tokens=1)
+    for _ in range(8):
+        engine.step()
+    assert len(held) == 8
+    assert world.server.totals()["stored"] == before
+    assert world.server.totals()["reservations"] == 256
+    channel.send = send
+    for number, make in enumerate([held[7], *held[:7]]):
+        assert send(make)
+        # The eighth batch is complete at once, but nobody can read it without what precedes it.
+        wait_until(
+            lambda n=number: world.server.totals()["reservations"] == 256 - 32 * (n + 1),
+            "the commit arrives",
+        )
+    assert world.runs(engine, request) == [("stored", 256)]
+    assert world.stored_chunks(engine, text("in flight", 4096)) == 256
+
+
+def test_orphaned_chunks_are_not_readable_before_their_parents(world: World) -> None:
+    """While only the eighth of eight stores is complete, a look-up finds nothing."""
+    engine = world.engine(num_blocks=300, max_batched_tokens=512, max_model_len=8192, ranks=2)
+    held: list[Any] = []
+    channel = engine.workers.ranks[1].connector.worker._channel
+    send = channel.send
+
+    def hold_commits(make: Any, on_reply: Any = None) -> bool:
+        if isinstance(make(0), Commit) and len(held) < 7:
+            held.append(make)
+            return True
+        return bool(send(make, on_reply))
+
+    channel.send = hold_commits
+    prompt = text("orphans", 4096)
+    request = engine.add(prompt, max_tokens=1)
+    for _ in range(8):
+        engine.step()
+    assert world.stored_chunks(engine, prompt) == 0
+    channel.send = send
+    for make in held:
+        assert send(make)
+    assert world.runs(engine, request) == [("stored", 256)]
+    assert world.stored_chunks(engine, prompt) == 256
+
+
+# ---------------------------------------------------------------- rescue list
+
+
+def answered_look_up(engine: SimulatedEngine, request_id: str) -> None:
+    """Wait until the server has answered the request's look-up."""
+    scheduler = engine.connector.scheduler
+
+    def is_answered() -> bool:
+        scheduler.channel.poll()
+        return bool(scheduler.live[request_id].lookup.answered)
+
+    wait_until(is_answered, "the look-up is answered")
+
+
+@CHUNKS
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rescue_of_a_finished_request(
+    world: World, chunk: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slots come after the request's last step: its blocks are read before the next one."""
+    monkeypatch.setattr("kvledger.vllm.scheduler_side.ANSWER_WAIT_SECONDS", 1e-3)
+    engine = world.engine(options={"chunk_tokens": chunk}, num_blocks=64, ranks=ranks)
+    prompt = text("rescue", 200)
+    request = engine.add(prompt)
+    answered_look_up(engine, request)
+    world.server.pause()
+    engine.step()
+    assert engine.outputs[request]
+    world.server.resume()
+    engine.run()
+    assert world.runs(engine, request) == [("stored", 200 // chunk)]
+    assert world.stored_chunks(engine, prompt) == 200 // chunk
+
+
+def test_rescue_reads_before_the_new_owner_writes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks go to another request in the very step that reads them."""
+    monkeypatch.setattr("kvledger.vllm.scheduler_side.ANSWER_WAIT_SECONDS", 1e-3)
+    engine = world.engine(num_blocks=14, prefix_caching=False)
+    first, second = text("first", 200), text("second", 200)
+    request = engine.add(first)
+    answered_look_up(engine, request)
+    world.server.pause()
+    engine.step()
+    assert engine.outputs[request]
+    world.server.resume()
+    other = engine.add(second)
+    engine.run()
+    shared = set(engine.allocations(request)[0].block_ids[0]) & set(
+        engine.allocations(other)[0].block_ids[0]
+    )
+    assert len(shared) >= 12
+    assert world.runs(engine, request) == [("stored", 12)]
+    assert world.runs(engine, other) == [("stored", 12)]
+    assert world.stored_chunks(engine, first) == 12
+    assert world.stored_chunks(engine, second) == 12
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("model_runner", [1, 2])
+def test_accepted_drafts_of_the_last_step(
+    world: World, is_async: bool, model_runner: int
+) -> None:
+    """What the last step's accepted drafts complete is stored too, rejected ones never are."""
+    engine = world.engine(
+        num_blocks=256,
+        drafts=4,
+        draft_acceptance=0.8,
+        async_scheduling=is_async,
+        model_runner=model_runner,
+    )
+    requests = {
+        n: engine.add(text(f"drafts {n}", 40 + n), max_tokens=20 + n % 7) for n in range(40)
+    }
+    engine.run()
+    for n, request in requests.items():
+        chunks = (40 + n + 20 + n % 7 - 1) // 16
+        assert world.runs(engine, request) == [("stored", chunks)]
+        if n % 10 == 0:
+            whole = text(f"drafts {n}", 40 + n) + engine.outputs[request]
+            assert world.stored_chunks(engine, whole) == chunks
+
+
+# ---------------------------------------------------------------- switches
+
+
+@pytest.mark.parametrize(
+    ("switches", "first", "second"),
+    [
+        ({}, "stored", "loaded"),
+        (NO_STORE, "skipped:store_disabled", "skipped:store_disabled"),
+        (NO_LOAD, "stored", "present"),
+        (NO_STORE | NO_LOAD, "skipped:store_disabled", "skipped:store_disabled"),
+        ({"kvledger.store": "no"}, "stored", "loaded"),
+    ],
+    ids=["none", "no-store", "no-load", "neither", "nonsense"],
+)
+def test_switches_of_a_request(
+    world: World, switches: dict[str, Any], first: str, second: str
+) -> None:
+    """A request's own switches; what is not true or false is a mistake, and taken as true."""
+    engine = world.engine(num_blocks=64)
+    prompt = text("switches", 160)
+    fates = []
+    for _ in range(2):
+        engine.reset_prefix_cache()
+        request = engine.add(prompt, transfer_params=switches)
+        engine.run()
+        fates.append(world.runs(engine, request))
+    assert fates == [[(first, 10)], [(second, 10)]]
+
+
+@pytest.mark.parametrize(
+    ("role", "stores", "loads"),
+    [("kv_both", True, True), ("kv_producer", True, False), ("kv_consumer", False, True)],
+)
+def test_roles(world: World, role: str, stores: bool, loads: bool) -> None:
+    """A consumer never stores, a producer never loads."""
+    prompt = text("roles", 160)
+    writer = world.engine(num_blocks=64)
+    writer.add(prompt[:80])
+    writer.run()
+    engine = world.engine(num_blocks=64, kv_role=role)
+    request = engine.add(prompt)
+    engine.run()
+    assert engine.external_hit(request) == (80 if loads else 0)
+    head = "loaded" if loads else "present"
+    if not stores:
+        assert world.runs(engine, request) == [("loaded", 5), ("skipped:store_disabled", 5)]
+    else:
+        assert world.runs(engine, request) == [(head, 5), ("stored", 5)]
+    assert world.stored_chunks(engine, prompt) == (10 if stores else 5)
+    assert (lookups(engine, request) == [0]) == (not loads)
+
+
+@CHUNKS
+def test_store_only_the_prompt(world: World, chunk: int) -> None:
+    """``kvledger.store`` "prompt": generated chunks are skipped, and the account says why."""
+    engine = world.engine(options={"chunk_tokens": chunk, "store": "prompt"}, num_blocks=64)
+    request = engine.add(text("prompt", 100), max_tokens=101)
+    engine.run()
+    assert world.runs(engine, request) == [
+        ("stored", 100 // chunk),
+        ("skipped:generated_not_stored", 200 // chunk - 100 // chunk),
+    ]
+    whole = text("prompt", 100) + engine.outputs[request]
+    assert world.stored_chunks(engine, whole) == 100 // chunk
+
+
+@pytest.mark.parametrize(
+    ("options", "fate"),
+    [({"store": "none"}, "skipped:store_disabled"), ({"load": False}, "present")],
+    ids=["store-none", "load-false"],
+)
+def test_engine_wide_switches(world: World, options: dict[str, Any], fate: str) -> None:
+    """``kvledger.store`` "none" and ``kvledger.load`` false hold for every request."""
+    prompt = text("wide", 160)
+    if "load" in options:
+        writer = world.engine(num_blocks=64)
+        writer.add(prompt)
+        writer.run()
+    engine = world.engine(options=options, num_blocks=64)
+    request = engine.add(prompt)
+    engine.run()
+    assert engine.external_hit(request) == 0
+    assert world.runs(engine, request) == [(fate, 10)]
+    assert world.stored_chunks(engine, prompt) == (10 if "load" in options else 0)
+
+
+def test_reading_skipped_still_stores(world: World) -> None:
+    """Prompt log-probabilities: nothing is loaded; what is new is stored, the rest is known."""
+    engine = world.engine(num_blocks=64)
+    prompt = text("logprobs", 160)
+    engine.add(prompt[:80])
+    engine.run()
+    request = engine.add(prompt, skip_reading_prefix_cache=True)
+    engine.run()
+    assert engine.external_hit(request) == 0
+    assert engine.local_hit(request) == 0
+    assert world.runs(engine, request) == [("present", 5), ("stored", 5)]
+    assert world.stored_chunks(engine, prompt) == 10
+
+
+# ---------------------------------------------------------------- I3: once
+
+
+def test_equal_prompts_are_stored_once(world: World) -> None:
+    """Four equal prompts in one batch: each chunk is copied out once."""
+    engine = world.engine(num_blocks=128, max_batched_tokens=1024, prefix_caching=False)
+    worker = engine.workers.ranks[0].connector.worker
+    before = worker.stored_bytes
+    prompts = [text("same", 160)] * 4
+    requests = [engine.add(prompt) for prompt in prompts]
+    engine.run()
+    assert worker.stored_bytes - before == 10 * part_bytes(engine)
+    total = sum((world.fates(engine, request) for request in requests), Counter[str]())
+    assert total["stored"] == 10
+    assert total.total() == 40
+    assert set(total) <= {"stored", "present", "skipped:being_written", "loaded"}
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_layouts_and_ranks(world: World, layout: str, ranks: int) -> None:
+    """Every layout of the KV tensors comes back byte for byte."""
+    engine = world.engine(
+        options={"chunk_tokens": 32}, num_blocks=64, layers=3, ranks=ranks, layout=layout
+    )
+    prompt = text("layout", 330)
+    first = engine.add(prompt, max_tokens=3)
+    engine.run()
+    engine.reset_prefix_cache()
+    second = engine.add(prompt, max_tokens=3)
+    engine.run()
+    assert engine.external_hit(second) == 320
+    assert engine.outputs[first] == engine.outputs[second]
+    worker = engine.workers.ranks[ranks - 1].connector.worker
+    assert worker.stored_bytes == worker.loaded_bytes == 10 * part_bytes(engine)
+
+
+def test_finish_on_a_block_boundary(world: World) -> None:
+    """For every way a request's end can lie relative to a block: the last full block is stored."""
+    engine = world.engine(num_blocks=128)
+    for prompt, generated in itertools.product((30, 31, 32, 33), (1, 2, 3, 17)):
+        request = engine.add(text(f"edge {prompt} {generated}", prompt), max_tokens=generated)
+        engine.run()
+        chunks = (prompt + generated - 1) // 16
+        assert world.runs(engine, request) == [("stored", chunks)]
