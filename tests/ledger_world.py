@@ -7,7 +7,6 @@ bytes lie and who holds a reservation is written down independently, and compare
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -293,85 +292,6 @@ class World:
         """The step after the end has been planned."""
         self.unused(self.account.forget_blocks())
         self.unused(self.account.give_up(Reason.RESERVE_DEADLINE))
-
-    # ------------------------------------------------------------ what can happen
-
-    def events(self) -> Iterator[tuple[str, Callable[[World], None]]]:
-        """Everything that a scheduler and a server may do now."""
-        account, phase = self.account, self.phase
-        running = phase in ("live", "loading", "window", "ended")
-        if phase == "waiting":
-            yield from self._admissions("admit", World.admit)
-        if phase == "live":
-            for chunk in range(self.readable[1], self.limits.chunks + 1):
-                yield f"advance({chunk})", lambda w, c=chunk: w.valid_until(c)
-            if self.can_spend("preempts"):
-                yield "preempt", World.preempt
-                yield from self._admissions("preempt+admit", World.preempt_and_admit)
-        if phase in ("live", "waiting") and self.can_spend("truncates"):
-            for keep in range(len(account.fates)):
-                yield f"truncate({keep})", lambda w, k=keep: w.truncate(k)
-        if phase in ("live", "waiting", "loading"):
-            yield "finish", World.finish
-            if self.can_spend("heals"):
-                yield "heal", World.heal
-        if phase in ("loading", "closing"):
-            for arrived in (True, False):
-                yield f"end_load({arrived})", lambda w, a=arrived: w.end_load(a)
-        if phase == "window":
-            yield "leave_window", World.leave_window
-        if phase == "ended":
-            yield "give_up", World.give_up
-        if phase != "waiting" or account.fates:
-            for what, event in (("losses", World.lose_server), ("freezes", World.freeze)):
-                if self.can_spend(what):
-                    yield what, event
-        if running and len(self.questions) < self.limits.questions and any(account.runs_to_ask()):
-            yield "ask", World.ask
-        if running and Fate.GRANTED in account.fates:
-            yield "take", World.take
-        yield from self._answers()
-        yield from self._settlements()
-
-    def _admissions(
-        self, label: str, event: Callable[[World, int, int, bool], None]
-    ) -> Iterator[tuple[str, Callable[[World], None]]]:
-        chunks = self.limits.chunks
-        writing = [r.name for r in self.reservations if r.place in ("account", "workers")]
-        hidden = [c for c in range(chunks) if self.name(c) in writing]  # being written: no hit
-        longest_hit = 0 if self.frozen else min(hidden, default=chunks)
-        for local in range(chunks + 1):
-            for hit in range(longest_hit + 1):
-                yield (
-                    f"{label}({local}, {hit})",
-                    lambda w, x=local, h=hit: event(w, x, h, False),
-                )
-                if hit > local and self.can_spend("loads"):
-                    yield (
-                        f"{label}({local}, {hit}, load)",
-                        lambda w, x=local, h=hit: event(w, x, h, True),
-                    )
-
-    def _answers(self) -> Iterator[tuple[str, Callable[[World], None]]]:
-        if not self.questions:
-            return
-        splits: list[tuple[tuple[int, int], ...]] = [()]
-        for chunks, _ in self.questions[0].chains:
-            size = len(chunks)
-            pairs = [(p, g) for p in range(size + 1) for g in range(size + 1 - p)]
-            splits = [(*before, pair) for before in splits for pair in pairs]
-        for split in splits:
-            yield f"answer{split}", lambda w, s=split: w.answer(s)
-
-    def _settlements(self) -> Iterator[tuple[str, Callable[[World], None]]]:
-        for number, reservation in enumerate(self.reservations):
-            if reservation.place == "workers":
-                yield f"commit({number})", lambda w, n=number: w.settle(n, None)
-            if reservation.place in ("account", "workers"):
-                yield (
-                    f"abort({number})",
-                    lambda w, n=number: w.settle(n, Reason.WRITER_FAILED),
-                )
 
     # ------------------------------------------------------------ checks
 

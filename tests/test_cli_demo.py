@@ -14,6 +14,7 @@ from kvledger.lab.requests import Result
 
 def result(tokens: tuple[int, ...] = (1, 2), *, external: int = 0, seconds: float = 10.0) -> Result:
     return Result(
+        request_id="lab-1-",
         prompt_tokens=4_011,
         token_ids=tokens,
         local_hit_tokens=0,

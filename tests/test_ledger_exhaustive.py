@@ -17,6 +17,7 @@ from kvledger import ledger
 from kvledger.fates import TRANSITIONS, Event, Fate, LedgerError
 from kvledger.ledger import Account, StoreRule
 from kvledger.reasons import Reason
+from ledger_events import events
 from ledger_world import Limits, World, start
 
 Path = tuple[str, ...]
@@ -54,7 +55,7 @@ def walk(world: World, *, most_states: int) -> tuple[int, int, bool]:
     transitions = 0
     while queue:
         state, path = queue.popleft()
-        for label, event in state.events():
+        for label, event in events(state):
             following, trace = state.clone(), (*path, label)
             transitions += 1
             with explaining(trace):

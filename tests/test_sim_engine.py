@@ -208,7 +208,6 @@ def test_updated_weights_change_bytes_and_answers():
         after = engine.add(range(256), max_tokens=8)
         engine.run()
         engine.check()
-        assert engine.external_hit(after) == 0
         assert engine.outputs[after] != engine.outputs[before]
         assert len(engine.outputs[running]) == 30
 

@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 no server, or it refused; 2 wrong usage or an option that 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -130,3 +131,16 @@ def explain(
     from kvledger.cli.explain import run_explain
 
     run_explain(socket, request, as_json=json)
+
+
+@app.command()
+def demo(
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Where the model is kept.", show_default="~/.cache/kvledger"),
+    ] = None,
+) -> None:
+    """Start a server and two real vLLM engines on the CPU, and show what the cache gives."""
+    from kvledger.cli.demo import run_demo
+
+    run_demo(directory)

@@ -259,16 +259,13 @@ def _hit(found: int, predicted: int) -> str:
 
 
 def _account(server: ServerProcess, run: Run) -> dict[str, object] | None:
-    """The account of ``run``, its engine's latest; None if it did not come."""
-    tokens = run.result.prompt_tokens + len(run.result.token_ids)
+    """The account of ``run``; None if it did not come in time."""
     end = time.monotonic() + ACCOUNT_SECONDS
     with Client(str(server.socket_path)) as client:
         while time.monotonic() < end:
-            for account in client.explain():
+            for account in client.explain(run.result.request_id):
                 if account["engine"] == _engine_id(run.engine):
-                    if account["tokens"] == tokens and account["local_tokens"] == run.local:
-                        return account
-                    break
+                    return account
             time.sleep(0.02)
     return None
 

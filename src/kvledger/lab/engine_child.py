@@ -83,7 +83,7 @@ class Child:
             case messages.Generate():
                 return await self._generate(command)
             case messages.Abort():
-                await self._engine.abort(_request_id(command.target))
+                await self._engine.abort(messages.request_id(command.target))
                 return messages.Done(id=command.id, value=True)
             case messages.ResetPrefixCache():
                 value = await self._engine.reset_prefix_cache(
@@ -98,7 +98,7 @@ class Child:
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
-        request_id = _request_id(command.id)
+        request_id = messages.request_id(command.id)
         prompt: dict[str, object] = {"prompt_token_ids": command.prompt}
         if command.cache_salt is not None:
             prompt["cache_salt"] = command.cache_salt
@@ -130,10 +130,6 @@ class Child:
             finish_reason=reason,
             kv_transfer_params=parameters,
         )
-
-
-def _request_id(command_id: int) -> str:
-    return f"lab-{command_id}"
 
 
 def _metric_samples() -> dict[str, float]:

@@ -96,6 +96,12 @@ Numbered = Generate | Abort | ResetPrefixCache | ReadMetrics
 Command = Start | Numbered
 Report = Ready | FirstToken | Finished | Done | Metrics | Failed
 
+
+def request_id(command_id: int) -> str:
+    """The id under which vLLM knows a request; it appends a dash and eight random digits."""
+    return f"lab-{command_id}"
+
+
 encode = msgspec.json.Encoder().encode_lines
 commands = msgspec.json.Decoder(Command)
 reports = msgspec.json.Decoder(Report)

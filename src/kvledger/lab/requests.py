@@ -27,6 +27,7 @@ class Result:
     """What became of one request.
 
     Attributes:
+        request_id: what the engine's own id, and so that of the account, begins with.
         prompt_tokens: length of the prompt.
         token_ids: generated tokens.
         local_hit_tokens: prompt tokens found in the engine's own prefix cache.
@@ -37,6 +38,7 @@ class Result:
         kv_transfer_params: what the connector said about the request at its end.
     """
 
+    request_id: str
     prompt_tokens: int
     token_ids: tuple[int, ...]
     local_hit_tokens: int
@@ -91,6 +93,7 @@ class Request:
         report = self._await_report(self._answer, timeout_seconds)
         assert isinstance(report, messages.Finished)
         return Result(
+            request_id=messages.request_id(report.id) + "-",
             prompt_tokens=self._prompt_tokens,
             token_ids=tuple(report.token_ids),
             local_hit_tokens=report.local_hit_tokens,

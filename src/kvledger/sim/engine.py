@@ -316,6 +316,8 @@ class SimulatedEngine:
         done: bool = self.scheduler.reset_prefix_cache(
             reset_running_requests=running, reset_connector=connector
         )
+        if done:
+            self.oracle.forget_contents()
         return done
 
     def update_weights(self, weights: str) -> None:

@@ -122,7 +122,7 @@ class Oracle:
         return found
 
     def forget_contents(self) -> None:
-        """After a change of weights no remembered content holds."""
+        """After a reset of the prefix cache no block holds what was remembered."""
         self._contents.clear()
 
     def check_canaries(self) -> None:

@@ -15,7 +15,7 @@ from kvledger.client import Connection, Link
 from kvledger.errors import ConfigurationError
 from kvledger.naming import Descriptor
 from kvledger.protocol import PROTOCOL_VERSION, Hello, Role
-from kvledger.vllm.channel import Channel
+from kvledger.vllm.channel import SILENCE_SECONDS, Channel
 from kvledger.vllm.identity import (
     WeightsEpochs,
     content_fields,
@@ -116,7 +116,12 @@ def make_scheduler_side(setup: Setup) -> SchedulerSide:
         on_connected=identity.on_link_connected,
     )
     return SchedulerSide(
-        make_channel=lambda listener: Channel(link, listener),
+        make_channel=lambda listener: Channel(
+            link,
+            listener,
+            # Whoever is ready to wait longer for a look-up does not call the server silent before.
+            silence_seconds=max(SILENCE_SECONDS, options.lookup_deadline_ms / 1e3),
+        ),
         identity=identity,
         policy=RequestPolicy(
             options,

@@ -45,7 +45,10 @@ class Listener:
 class Channel:
     """See the module. Owned by one thread; only the link has a thread of its own."""
 
-    def __init__(self, link: Link, listener: Listener) -> None:
+    def __init__(
+        self, link: Link, listener: Listener, *, silence_seconds: float = SILENCE_SECONDS
+    ) -> None:
+        self._silence_seconds = silence_seconds
         self._link = link
         self._listener = listener
         self._connection: Connection | None = None
@@ -82,7 +85,7 @@ class Channel:
         if replies:
             self._silent = False
             self._owing_since = time.monotonic()
-        elif self._handlers and time.monotonic() - self._owing_since > SILENCE_SECONDS:
+        elif self._handlers and time.monotonic() - self._owing_since > self._silence_seconds:
             self._silent = True
         for reply in replies:
             self._dispatch(reply)
