@@ -342,3 +342,10 @@ class TwiceReportedConnector(ReferenceConnector):
         sending, finished = super().get_finished(finished_req_ids)
         again, self.again = getattr(self, "again", None), finished
         return sending, (finished or set()) | (again or set()) or None
+
+
+class NeverConnector(ReferenceConnector):
+    """Always asks to be asked again."""
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return None, False

@@ -8,10 +8,9 @@ import os
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import sim_reference_connector
-from sim_reference_connector import ReferenceConnector
-
 from kvledger.sim import SimulatedEngine
 from kvledger.sim.schedule import Mix, generate, play
+from sim_reference_connector import ReferenceConnector
 
 logging.getLogger("vllm").setLevel(logging.ERROR)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -12,8 +13,9 @@ import pytest
 
 from conversation import SCHEDULER_FIELDS, WORKER_FIELDS, Talker, attach, hello, names
 from kvledger.client import Client, Connection, Link
+from kvledger.connection import HANDSHAKE_SECONDS
 from kvledger.errors import ArenaError, ProtocolError, ServerUnavailableError
-from kvledger.protocol import MAX_FRAME_BYTES, Describe, Match, Opened, Role, Status
+from kvledger.protocol import MAX_FRAME_BYTES, Describe, Hello, Match, Opened, Role, Status
 from servers import RunningServer, StartServer, wait_until
 
 MakeLink = Callable[..., Link]
@@ -132,7 +134,8 @@ def test_a_link_follows_the_server(
         assert before is not None
         assert link.last_error == ""
         first.kill()
-        wait_until(lambda: link.connection is None)
+        wait_until(lambda: bool(link.last_error))
+        assert link.connection is None
         assert before.closed
         server(socket_path=path)
         wait_until(lambda: link.connection is not None)
@@ -140,14 +143,11 @@ def test_a_link_follows_the_server(
     assert after is not None
     assert after.welcome.boot != before.welcome.boot
     assert link.connects == 2
-    said = [record.getMessage().split(":")[0] for record in caplog.records]
-    there = f"the kvledger server on {path} is there"
-    assert said == [
-        "going on without cache",
-        there,
-        f"lost the kvledger server on {path}",
-        there,
-    ]
+    said = [(record.levelname, record.getMessage().split(":")[0]) for record in caplog.records]
+    absent = ("WARNING", "going on without cache")
+    there = ("WARNING", f"the kvledger server on {path} is there")
+    lost = ("INFO", f"lost the kvledger server on {path}")
+    assert said == [absent, there, lost, absent, there]
 
 
 def test_an_idle_engine_attaches_again_by_itself(
@@ -177,7 +177,7 @@ def test_an_idle_engine_attaches_again_by_itself(
 
 
 def test_a_link_reconnects_when_its_user_closes_the_connection(
-    server: StartServer, make_link: MakeLink
+    server: StartServer, make_link: MakeLink, caplog: pytest.LogCaptureFixture
 ) -> None:
     link = make_link(server().socket_path)
     wait_until(lambda: link.connection is not None)
@@ -187,6 +187,26 @@ def test_a_link_reconnects_when_its_user_closes_the_connection(
     assert link.connection is None
     wait_until(lambda: link.connection is not None)
     assert link.connects == 2
+    assert not caplog.records, "a server that is there again at once is no news for an operator"
+
+
+def test_a_link_to_a_stopped_server_closes_at_once(
+    server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = server()
+    os.kill(running.process.pid, signal.SIGSTOP)
+    attempted = threading.Event()
+
+    def make_hello() -> Hello:
+        attempted.set()
+        return hello("", Role.CLIENT)
+
+    link = Link(running.socket_path, make_hello)
+    assert attempted.wait(20)
+    begin = time.monotonic()
+    link.close()
+    assert time.monotonic() - begin < HANDSHAKE_SECONDS / 2
+    assert not caplog.records
 
 
 def test_a_failing_callback_counts_as_a_failed_attempt(

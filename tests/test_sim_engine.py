@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import sim_reference_connector
-from sim_reference_connector import ReferenceConnector
-from sim_support import TIGHT, maker
 
+import sim_reference_connector
 from kvledger.sim import EngineStuckError, Kind, OracleError, SimulatedEngine
 from kvledger.sim.pattern import Prefix
+from sim_reference_connector import NeverConnector, ReferenceConnector
+from sim_support import TIGHT, maker
 
 ROOMY = {"block_size": 16, "num_blocks": 100, "max_batched_tokens": 256}
 
@@ -304,13 +304,18 @@ def test_prefix_cache_that_ignores_a_variant_is_seen():
             engine.run()
 
 
-def test_stuck_engine_says_which_request_waits():
-    class NeverConnector(ReferenceConnector):
-        def get_num_new_matched_tokens(self, request, num_computed_tokens):
-            return None, False
+def test_hash_algorithm_is_the_one_asked_for():
+    hashes = {}
+    for algorithm in ("sha256_cbor", "sha256"):
+        with SimulatedEngine(ReferenceConnector, hash_algorithm=algorithm, **ROOMY) as engine:
+            request = engine.add(range(64))
+            hashes[algorithm] = engine.scheduler.requests[request].block_hashes[0]
+            engine.run()
+            engine.check()
+    assert hashes["sha256"] != hashes["sha256_cbor"]
 
-    sim_reference_connector.NeverConnector = NeverConnector
-    NeverConnector.__module__ = "sim_reference_connector"
+
+def test_stuck_engine_says_which_request_waits():
     with SimulatedEngine(NeverConnector, **ROOMY) as engine:
         request = engine.add(range(50))
         with pytest.raises(EngineStuckError, match=f"{request} WAITING 0/50"):

@@ -6,8 +6,8 @@ It stores whole prompts in files, layer by layer, through the attention hooks.
 from __future__ import annotations
 
 import pytest
-import sim_support  # noqa: F401  (quiet logs)
 
+import sim_support  # noqa: F401  (quiet logs)
 from kvledger.sim import SimulatedEngine
 
 

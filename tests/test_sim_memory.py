@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import sim_support  # noqa: F401  (quiet logs)
 
+import sim_support  # noqa: F401  (quiet logs)
 from kvledger.sim.memory import RankMemory, build_cache_config, layer_names
 from kvledger.sim.model import EngineOptions
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from sim_reference_connector import EarlyReportConnector, ReferenceConnector
-from sim_support import CROWD, maker, play_random
 
 from kvledger.sim.schedule import Do, Mix, ScheduleFailure, generate, play, shrink
+from sim_reference_connector import EarlyReportConnector, ReferenceConnector
+from sim_support import CROWD, maker, play_random
 
 MODES = {
     "plain": ({}, {}),
@@ -68,7 +68,7 @@ def test_generated_actions_depend_on_the_seed_alone():
 
 def test_mix_decides_what_comes():
     mix = Mix(add=500, abort=0, reset=0, phases=0, check=0)
-    counts = {do: 0 for do in Do}
+    counts = dict.fromkeys(Do, 0)
     for action in itertools.islice(generate(1, 2000, mix), 2000):
         counts[action.do] += 1
     assert counts[Do.ADD] + counts[Do.STEP] == 2000

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pickle
 
 import pytest
-import sim_reference_connector
-from sim_reference_connector import ReferenceConnector
-from sim_support import TIGHT  # noqa: F401  (quiet logs)
 from vllm.forward_context import get_forward_context
 
+import sim_reference_connector
 from kvledger.sim import SimulatedEngine
+from sim_reference_connector import ReferenceConnector
+from sim_support import TIGHT  # noqa: F401  (quiet logs)
 
 ROOMY = {"block_size": 16, "num_blocks": 100, "max_batched_tokens": 256, "layers": 2}
 HOOKS = ["wait_for_layer_load"] * 2 + ["save_kv_layer"] * 2

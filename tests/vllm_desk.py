@@ -5,9 +5,11 @@ Scheduler and worker live in this process: the server tells them apart by role a
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Self
 
 from conversation import SCHEDULER_FIELDS, WORKER_FIELDS, hello
 from kvledger.client import Client, Connection, Link
@@ -15,14 +17,19 @@ from kvledger.ledger import Account, StoreRule
 from kvledger.naming import NAME_BYTES, Name
 from kvledger.protocol import (
     Abort,
+    Chain,
     Closed,
     Commit,
     Describe,
     Error,
     Opened,
+    Reply,
+    Reserve,
+    Reserved,
     Role,
     Settled,
     Welcome,
+    unpack_u64,
 )
 from kvledger.reasons import Reason
 from kvledger.vllm.channel import Channel, Listener
@@ -89,6 +96,7 @@ class Desk(Listener):
 
     Attributes:
         heard: what the server said unasked, and what became of the connection, in order.
+        stored: reservations that were settled as stored.
         on_settled: gets each Settled.
         on_gone: called when the server is lost.
     """
@@ -98,7 +106,8 @@ class Desk(Listener):
     with_worker: bool = True
     fields: dict[str, str] = field(default_factory=lambda: dict(SCHEDULER_FIELDS))
     heard: list[Welcome | Opened | Closed | Error | str] = field(default_factory=list)
-    on_settled: Callable[[Settled], None] = field(default=lambda push: None)
+    stored: set[int] = field(default_factory=set)
+    on_settled: Callable[[Settled], None] = field(default=lambda _push: None)
     on_gone: Callable[[], None] = field(default=lambda: None)
 
     def __post_init__(self) -> None:
@@ -137,6 +146,7 @@ class Desk(Listener):
 
     def on_push(self, push: Opened | Closed | Settled) -> None:
         if isinstance(push, Settled):
+            self.stored.update(unpack_u64(push.stored))
             self.on_settled(push)
         else:
             self.heard.append(push)
@@ -145,6 +155,20 @@ class Desk(Listener):
         self.heard.append(error)
 
     # ------------------------------------------------------------ verbs
+
+    def store(self, packed: bytes, parent: bytes = b"") -> list[int]:
+        """Reserve and commit these names; the slots' offsets, in order."""
+        got: list[Reply] = []
+        chain = Chain(parent=parent, names=packed)
+        self.channel.send(lambda i: Reserve(id=i, step=1, group=0, chains=[chain]), got.append)
+        self.poll_until(lambda: got)
+        assert isinstance(got[0], Reserved)
+        (reserved,) = got[0].chains
+        assert reserved.reason == "", reserved
+        assert len(reserved.offsets) == 8 * len(packed) // NAME_BYTES, "some are there already"
+        self.commit(reserved.reservations)
+        self.poll_until(lambda: self.stored.issuperset(unpack_u64(reserved.reservations)))
+        return unpack_u64(reserved.offsets)
 
     def count(self, kind: type | str) -> int:
         return sum(h == kind if isinstance(kind, str) else isinstance(h, kind) for h in self.heard)
@@ -179,10 +203,25 @@ class Desk(Listener):
         assert connection is not None
         return connection
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self.channel.close()
         if self.worker is not None:
             self.worker.close()
+
+
+def stop(running: RunningServer) -> None:
+    """From now on the server does nothing, and its sockets stay open."""
+    running.process.send_signal(signal.SIGSTOP)
+
+
+def go_on(running: RunningServer) -> None:
+    running.process.send_signal(signal.SIGCONT)
 
 
 def status(socket_path: str) -> dict[str, dict[str, int]]:
@@ -193,3 +232,8 @@ def status(socket_path: str) -> dict[str, dict[str, int]]:
 def total(running: RunningServer, what: str) -> int:
     """One of the server's totals, which it is asked for."""
     return status(running.socket_path)["totals"][what]
+
+
+def wait_total(running: RunningServer, what: str, expected: int) -> None:
+    """The server's total becomes that; what was sent before on any connection counts."""
+    wait_until(lambda: total(running, what) == expected)

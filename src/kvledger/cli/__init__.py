@@ -144,3 +144,19 @@ def demo(
     from kvledger.cli.demo import run_demo
 
     run_demo(directory)
+
+
+@app.command()
+def bench(
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write the results to this file too.", show_default=False),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="No engines: server, look-ups and copies only.")
+    ] = False,
+) -> None:
+    """Measure what kvledger costs and what it gives, side by side on this machine."""
+    from kvledger.bench.run import run_bench
+
+    run_bench(json, quick=quick)

@@ -54,6 +54,8 @@ class EngineOptions:
             outputs with vLLM's aggregator, as an executor with worker processes does.
         policy: order of the waiting queue, "fcfs" or "priority" [scheduling_policy].
         model_runner: 1 or 2, the vLLM model runner whose call order is followed.
+        hash_algorithm: of the block hashes [prefix_caching_hash_algo]. Its root is a global of
+            vLLM: engines that live at the same time in one process have to agree on it.
     """
 
     block_size: int = 16
@@ -74,6 +76,7 @@ class EngineOptions:
     pickle_metadata: bool = False
     policy: str = "fcfs"
     model_runner: int = 1
+    hash_algorithm: str = "sha256"
 
 
 class EngineFields(TypedDict, total=False):
@@ -97,6 +100,7 @@ class EngineFields(TypedDict, total=False):
     pickle_metadata: bool
     policy: str
     model_runner: int
+    hash_algorithm: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +180,11 @@ def build_config(
         seed=0,
         skip_tokenizer_init=True,
     )
-    cache = CacheConfig(block_size=options.block_size, enable_prefix_caching=options.prefix_caching)
+    cache = CacheConfig(
+        block_size=options.block_size,
+        enable_prefix_caching=options.prefix_caching,
+        prefix_caching_hash_algo=options.hash_algorithm,
+    )
     cache.num_gpu_blocks = options.num_blocks
     scheduler = SchedulerConfig(
         max_num_seqs=options.max_requests,

@@ -229,7 +229,8 @@ class SchedulerSide(Listener):
         if self.identity.describe(self.channel) and self.namespace and self.channel.usable:
             due = [tracked for tracked in current if tracked.retry_step <= self.step]
             asked = self.stores.ask(rescues + due, self.step)
-        if asked or self.loads.waiting:
+        due_now = rescues and self.stores.waiting  # asked in an earlier step, last chance in this
+        if asked or due_now or self.loads.waiting:
             self.channel.wait_until(
                 lambda: not self.stores.waiting and not self.loads.waiting,
                 LAST_WAIT_SECONDS if rescues else ANSWER_WAIT_SECONDS,
