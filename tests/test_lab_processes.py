@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -12,6 +14,7 @@ from kvledger.lab.processes import (
     cpu_seconds,
     engine_pids,
     is_running,
+    is_stopped,
     kill_group,
     resident_bytes,
 )
@@ -37,6 +40,17 @@ def test_a_process_that_is_gone() -> None:
         cpu_seconds(gone.pid)
     with pytest.raises(ProcessLookupError, match=str(gone.pid)):
         resident_bytes(gone.pid)
+
+
+def test_a_stopped_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert not is_stopped(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 20
+        while not is_stopped(process.pid):
+            assert time.monotonic() < deadline
+        process.kill()
+    assert not is_stopped(process.pid)
 
 
 def test_a_process_without_an_engine() -> None:

@@ -43,6 +43,7 @@ LAYERS = {
     "__init__": FACES,
     "__main__": FACES,
     "cli": FACES,
+    "bench": FACES,
     "lab": FACES,
     "server.admin": FACES,
     "server.daemon": FACES,

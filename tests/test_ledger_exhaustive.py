@@ -121,7 +121,7 @@ def test_everything_at_once_as_far_as_it_goes() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("rule", [ALL, PROMPT, CONSUMER], ids=["all", "prompt", "consumer"])
-@pytest.mark.parametrize(("first", "second"), combinations_with_replacement(RARE, 2))
+@pytest.mark.parametrize(("first", "second"), list(combinations_with_replacement(RARE, 2)))
 def test_every_pair_of_rare_events(first: str, second: str, rule: StoreRule) -> None:
     limits = only(2, **{first: 1, second: 1 + (first == second)})
     states, transitions, complete = walk(start(limits, rule), most_states=100_000)

@@ -176,6 +176,14 @@ def test_an_idle_engine_attaches_again_by_itself(
     wait_until(lambda: is_open(second))
 
 
+def test_one_process_of_an_engine_announces_an_absent_server(
+    make_link: MakeLink, caplog: pytest.LogCaptureFixture, tmp_path: object
+) -> None:
+    links = [make_link(f"{tmp_path}/none.sock", announce=announce) for announce in (True, False)]
+    wait_until(lambda: all(link.last_error for link in links))
+    assert len(caplog.records) == 1
+
+
 def test_a_link_reconnects_when_its_user_closes_the_connection(
     server: StartServer, make_link: MakeLink, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -324,7 +324,7 @@ def bytes_per_entry(entries: int, length: int) -> float:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(("entries", "length"), [(50_000, 1), (10_000, 50)])
+@pytest.mark.parametrize(("entries", "length"), [(20_000, 1), (10_000, 50)])
 def test_an_entry_costs_what_is_said(entries: int, length: int) -> None:
     """Chains of one chunk are the dearest: every entry is a candidate for eviction."""
     measured = bytes_per_entry(entries, length)

@@ -250,7 +250,8 @@ def test_what_is_given_back_is_kept_while_the_server_is_silent(
     ask(desk, stores, [item])
     stop(running)
     assert stores.ask([tracked(1, text="b")], 2)
-    desk.poll_until(lambda: desk.channel.silent)
+    desk.channel.trip()
+    assert desk.channel.silent
     stores.give_back(item.account.give_up(Reason.RESERVE_DEADLINE))
     stores.flush()
     assert not stores.ask([tracked(1, text="c")], 3), "nothing is asked of a silent server"

@@ -99,6 +99,7 @@ class Desk(Listener):
         stored: reservations that were settled as stored.
         on_settled: gets each Settled.
         on_gone: called when the server is lost.
+        silence_seconds: patience of the channel; long, so that a busy machine fails no test.
     """
 
     socket_path: str
@@ -109,6 +110,7 @@ class Desk(Listener):
     stored: set[int] = field(default_factory=set)
     on_settled: Callable[[Settled], None] = field(default=lambda _push: None)
     on_gone: Callable[[], None] = field(default=lambda: None)
+    silence_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         self.channel = Channel(
@@ -118,6 +120,7 @@ class Desk(Listener):
                 on_connected=self._describe_scheduler,
             ),
             self,
+            silence_seconds=self.silence_seconds,
         )
         self.worker: Link | None = None
         if self.with_worker:

@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import ModelMaker, cached, plain, running
+from engines import CACHED_ID, ModelMaker, cached, plain, running
 
 from kvledger.lab.engine import EngineProcess
 from kvledger.lab.models import SMALL, cached_model
 from kvledger.lab.server import ServerProcess
-
-STEP_TOKENS = 512
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,7 +43,7 @@ def small_model(model: ModelMaker) -> Path:
 def engine_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One server with plenty of memory, for engines that live as long."""
     directory = tmp_path_factory.mktemp("server")
-    with ServerProcess(directory / "kvledger.sock", memory="1GiB") as server:
+    with ServerProcess(directory / "kvledger.sock", memory="512MiB") as server:
         yield server
 
 
@@ -55,8 +53,8 @@ def engine_pair(
 ) -> Iterator[tuple[EngineProcess, EngineProcess]]:
     """An engine without a connector and one with it, equal in all else; steps of 512 tokens."""
     with running(
-        plain(small_model, step_tokens=STEP_TOKENS),
-        cached(small_model, engine_server, step_tokens=STEP_TOKENS),
+        plain(small_model),
+        cached(small_model, engine_server, engine_id=CACHED_ID),
     ) as (without, with_connector):
         yield without, with_connector
 

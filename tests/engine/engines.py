@@ -18,9 +18,14 @@ from kvledger.lab.server import ServerProcess
 ModelMaker = Callable[[ModelSpec], Path]
 UNLIMITED = 8_192
 """Tokens in a step: more than any prompt here, so that a prompt is computed in one."""
+STEP_TOKENS = 512
+CACHED_ID = "cached"
+"""Under which the session's engine with the connector reports its accounts."""
+WITHOUT_CACHE: Mapping[str, object] = {"kvledger.load": False, "kvledger.store": False}
+"""A request's own switches: what the answer is without a cache, from the same engine."""
 
 
-def plain(model: Path, *, step_tokens: int) -> EngineProcess:
+def plain(model: Path, *, step_tokens: int = STEP_TOKENS) -> EngineProcess:
     """An engine without a connector and without a prefix cache: every run is a cold one."""
     return EngineProcess(
         model,
@@ -34,15 +39,26 @@ def cached(
     model: Path,
     server: ServerProcess,
     *,
-    step_tokens: int,
+    step_tokens: int = STEP_TOKENS,
     options: Mapping[str, object] | None = None,
+    engine_id: str | None = None,
+    **more: object,
 ) -> EngineProcess:
-    """An engine with the connector; a busy machine turns no hit into a miss."""
+    """An engine with the connector; a busy machine turns no hit into a miss.
+
+    Args:
+        engine_id: the name under which its accounts are found.
+        more: of EngineProcess.
+    """
+    connector = connector_config(
+        server.socket_path, engine_id=engine_id, options={**PATIENT, **(options or {})}
+    )
     return EngineProcess(
         model,
         block_size=BLOCK,
         max_num_batched_tokens=step_tokens,
-        connector=connector_config(server.socket_path, options={**PATIENT, **(options or {})}),
+        connector=connector,
+        **more,
     )
 
 
@@ -62,10 +78,15 @@ def forget(engine: EngineProcess) -> None:
     assert engine.reset_prefix_cache()
 
 
-def ask(engine: EngineProcess, prompt: Sequence[int], *, max_tokens: int = 32) -> Result:
+def ask(
+    engine: EngineProcess,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 32,
+    switches: Mapping[str, object] | None = None,
+) -> Result:
     """One request, alone."""
-    (result,) = engine.generate([prompt], max_tokens=max_tokens)
-    return result
+    return engine.submit(prompt, max_tokens=max_tokens, kv_transfer_params=switches).result()
 
 
 def hits(result: Result) -> tuple[int, int]:

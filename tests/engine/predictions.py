@@ -27,12 +27,12 @@ def local_hit(prompt_tokens: int) -> int:
     return (prompt_tokens - 1) // BLOCK * BLOCK
 
 
-def hit_of_next_turn(prompt_tokens: int, generated_tokens: int) -> int:
+def hit_of_next_turn(prompt_tokens: int, generated_tokens: int, *, unit: int = BLOCK) -> int:
     """Tokens of the next turn that the turn before has left behind.
 
     The last generated token was never fed back, so it has no KV.
     """
-    return (prompt_tokens + generated_tokens - 1) // BLOCK * BLOCK
+    return (prompt_tokens + generated_tokens - 1) // unit * unit
 
 
 def hit_of_common_prefix(common_tokens: int, *, unit: int = BLOCK) -> int:

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import UNLIMITED, ask, cached, forget, hits, latest_accounts, plain, running
+from engines import (
+    CACHED_ID,
+    UNLIMITED,
+    ask,
+    cached,
+    forget,
+    hits,
+    latest_accounts,
+    plain,
+    running,
+)
+from observing import account_of, chunks, holds_nothing, totals, troubles, wait_until
 from predictions import (
     BLOCK,
     LENGTHS,
@@ -17,13 +28,15 @@ from predictions import (
     local_hit,
 )
 
-from kvledger.client import Client
 from kvledger.lab.engine import EngineProcess
 from kvledger.lab.models import random_prompt
 from kvledger.lab.server import ServerProcess
 
 CHUNK_TOKENS = 256
-SETTLE_SECONDS = 60.0
+CHUNKED_ID = "chunked"
+UNLIMITED_ID = "unlimited"
+CLOSE_SLACK_SECONDS = 5.0
+"""vLLM's own end takes as long; on a busy machine it varies by some of it."""
 
 
 def assert_same_output_and_hits(
@@ -31,10 +44,16 @@ def assert_same_output_and_hits(
     engine: EngineProcess,
     server: ServerProcess,
     *,
+    engine_id: str,
     seed: int,
     unit: int = BLOCK,
 ) -> None:
-    """Each length twice, forgetting in between; a prompt of its own for each length."""
+    """Each length twice, forgetting in between; a prompt of its own for each length.
+
+    What was loaded is counted three times: by vLLM, by the server and by the request's account.
+    """
+    before = totals(server)
+    distinct = 0
     for tokens in LENGTHS:
         prompt = random_prompt(seed + tokens, tokens)
         reference = ask(without, prompt)
@@ -42,17 +61,27 @@ def assert_same_output_and_hits(
         forget(engine)
         cold = ask(engine, prompt)
         assert (hits(cold), cold.token_ids) == ((0, 0), reference.token_ids), tokens
+        distinct += hit_of_next_turn(tokens, len(cold.token_ids), unit=unit) // unit
         forget(engine)
+        found_before = totals(server)["hit_chunks"]
         again = ask(engine, prompt)
-        expected = (0, hit_after_reset(tokens, unit=unit))
-        assert hits(again) == expected, (tokens, latest_accounts(server))
+        expected = hit_after_reset(tokens, unit=unit)
+        assert hits(again) == (0, expected), (tokens, latest_accounts(server))
         assert again.token_ids == reference.token_ids, tokens
+        assert totals(server)["hit_chunks"] - found_before == expected // unit
+        account = account_of(engine, server, engine_id, again)
+        assert account["external_tokens"] == expected, account
+        assert chunks(account, "loaded") == expected // unit, account
+    wait_until(lambda: holds_nothing(server), "nothing is held")
+    assert totals(server)["stored"] - before["stored"] == distinct, "no chunk is stored twice"
 
 
 def test_lengths_in_steps_of_512(
     plain_engine: EngineProcess, cached_engine: EngineProcess, engine_server: ServerProcess
 ) -> None:
-    assert_same_output_and_hits(plain_engine, cached_engine, engine_server, seed=10_000)
+    assert_same_output_and_hits(
+        plain_engine, cached_engine, engine_server, engine_id=CACHED_ID, seed=10_000
+    )
 
 
 def test_what_the_engine_still_holds_is_not_loaded(cached_engine: EngineProcess) -> None:
@@ -101,7 +130,7 @@ def test_each_turn_finds_the_turn_before(
 
 @pytest.mark.full
 def test_sixteen_equal_prompts_at_once(
-    plain_engine: EngineProcess, cached_engine: EngineProcess
+    plain_engine: EngineProcess, cached_engine: EngineProcess, engine_server: ServerProcess
 ) -> None:
     prompt = random_prompt(20_300, 4_000)
     reference = ask(plain_engine, prompt)
@@ -111,7 +140,12 @@ def test_sixteen_equal_prompts_at_once(
     assert {result.token_ids for result in results} == {reference.token_ids}
     # 4,000 tokens are 125 full blocks; one request loads them, the others share the engine's.
     assert min(result.num_cached_tokens for result in results) >= local_hit(4_000)
-    assert sum(result.external_hit_tokens for result in results) < 2 * hit_after_reset(4_000)
+    loaded = sum(
+        chunks(account_of(cached_engine, engine_server, CACHED_ID, result), "loaded")
+        for result in results
+    )
+    print(f"\n{loaded} chunks were loaded for 16 requests of {hit_after_reset(4_000) // BLOCK}")
+    assert 1 <= loaded * BLOCK / hit_after_reset(4_000) <= 2, "each byte once, or twice"
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +154,7 @@ def unlimited_pair(
 ) -> Iterator[tuple[EngineProcess, EngineProcess]]:
     with running(
         plain(small_model, step_tokens=UNLIMITED),
-        cached(small_model, engine_server, step_tokens=UNLIMITED),
+        cached(small_model, engine_server, step_tokens=UNLIMITED, engine_id=UNLIMITED_ID),
     ) as (without, with_connector):
         yield without, with_connector
 
@@ -129,48 +163,41 @@ def unlimited_pair(
 def test_lengths_in_one_step(
     unlimited_pair: tuple[EngineProcess, EngineProcess], engine_server: ServerProcess
 ) -> None:
-    assert_same_output_and_hits(*unlimited_pair, engine_server, seed=30_000)
+    assert_same_output_and_hits(*unlimited_pair, engine_server, engine_id=UNLIMITED_ID, seed=30_000)
 
 
 @pytest.mark.full
-def test_chunks_of_256_tokens_and_a_small_server(
-    plain_engine: EngineProcess, small_model: Path, engine_server: ServerProcess, tmp_path: Path
+def test_a_connector_does_not_keep_an_engine_from_ending(
+    unlimited_pair: tuple[EngineProcess, EngineProcess],
 ) -> None:
-    with ServerProcess(tmp_path / "small.sock", memory="20MB") as small_server:
-        chunked = cached(
-            small_model, engine_server, step_tokens=512, options={"chunk_tokens": CHUNK_TOKENS}
+    """The last test of these two engines: ends them, one after the other."""
+    seconds = []
+    for engine in unlimited_pair:
+        begin = time.monotonic()
+        engine.close()
+        seconds.append(time.monotonic() - begin)
+    without, with_connector = seconds
+    print(f"\nended in {without:.1f} s, with the connector in {with_connector / without:.2f} of it")
+    assert with_connector < without + CLOSE_SLACK_SECONDS
+    assert not troubles(unlimited_pair[1].log_path.read_text())
+
+
+@pytest.mark.full
+def test_lengths_in_chunks_of_256_tokens(
+    plain_engine: EngineProcess, small_model: Path, engine_server: ServerProcess
+) -> None:
+    chunked = cached(
+        small_model,
+        engine_server,
+        options={"chunk_tokens": CHUNK_TOKENS},
+        engine_id=CHUNKED_ID,
+    )
+    with running(chunked):
+        assert_same_output_and_hits(
+            plain_engine,
+            chunked,
+            engine_server,
+            engine_id=CHUNKED_ID,
+            seed=40_000,
+            unit=CHUNK_TOKENS,
         )
-        crowded = cached(small_model, small_server, step_tokens=512)
-        with running(chunked, crowded):
-            assert_same_output_and_hits(
-                plain_engine, chunked, engine_server, seed=40_000, unit=CHUNK_TOKENS
-            )
-            assert_newest_is_always_there(plain_engine, crowded, small_server)
-            assert_books_balance(small_server, requests=72)
-
-
-def assert_newest_is_always_there(
-    without: EngineProcess, engine: EngineProcess, server: ServerProcess
-) -> None:
-    """12 prompts of 6 MB through 20 MB, three rounds: the latest prompt is always found."""
-    prompts = [random_prompt(50_000 + number, 1_500) for number in range(12)]
-    references = [ask(without, prompt).token_ids for prompt in prompts]
-    for _ in range(3):
-        for prompt, reference in zip(prompts, references, strict=True):
-            forget(engine)
-            assert ask(engine, prompt).token_ids == reference
-            forget(engine)
-            again = ask(engine, prompt)
-            assert hits(again) == (0, hit_after_reset(1_500)), latest_accounts(server)
-            assert again.token_ids == reference
-
-
-def assert_books_balance(server: ServerProcess, *, requests: int) -> None:
-    """Every request has a closed account, and none of them has a full block without a fate."""
-    end = time.monotonic() + SETTLE_SECONDS
-    with Client(str(server.socket_path)) as client:
-        while (accounts := client.status()["accounts"])["reports"] < requests:
-            assert time.monotonic() < end, accounts
-            time.sleep(0.05)
-    assert accounts["reports"] == requests
-    assert accounts["unbalanced"] == 0

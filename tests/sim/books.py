@@ -335,6 +335,8 @@ class World:
         for request_id in ended & accounts.keys() & engine._prompts.keys():
             account = accounts[request_id]
             prompt, generated = engine._prompts[request_id].tokens, engine.outputs[request_id]
+            if not generated:
+                continue  # it ended with an error
             expected = full_chunks(engine, len(prompt) + len(generated) - 1)
             found = sum(count for _, count in account["fates"])
             assert found == expected, (request_id, account)

@@ -226,6 +226,36 @@ def test_accepted_drafts_of_the_last_step(
             assert world.stored_chunks(engine, whole) == chunks
 
 
+def test_rescue_behind_a_chunk_that_is_just_being_committed(world: World) -> None:
+    """Two prompts with one head end in the same step; the second's tail waits for the first's
+    head. Its last chance comes while the commit of the head is still on its way: it asks again."""
+    engine = world.engine(num_blocks=128, max_batched_tokens=1024)
+    worker, stores = engine.workers.ranks[0].connector.worker, engine.connector.scheduler.stores
+    send, ask = worker._channel.send, stores.ask
+    held: list[Any] = []
+
+    def hold_commits(make: Any, on_reply: Any = None) -> bool:
+        held.append(make)
+        return True
+
+    def ask_and_let_go(*arguments: Any) -> bool:
+        asked = ask(*arguments)
+        if engine.step_count > first_step:
+            while held:
+                send(held.pop(0))  # the server reads this after the question
+        return bool(asked)
+
+    worker._channel.send, stores.ask = hold_commits, ask_and_let_go
+    head = text("head", 160)
+    requests = [engine.add(head + text(f"tail {n}", 80)) for n in range(2)]
+    first_step = engine.step_count + 1
+    engine.step()
+    worker._channel.send = send
+    engine.run()
+    assert world.runs(engine, requests[0]) == [("stored", 15)]
+    assert world.runs(engine, requests[1]) == [("present", 10), ("stored", 5)]
+
+
 # ---------------------------------------------------------------- switches
 
 

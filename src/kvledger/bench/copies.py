@@ -109,6 +109,8 @@ def copy_rates(shape: Shape, rounds: int) -> CopyRates:
             transfer.load(0, block_ids, offsets, 0)
 
         first_store = _rate(shape, store)
+        other = HostTransfer(memory, _mapped(arena))
+        first_load = _rate(shape, lambda: other.load(0, block_ids, offsets, 0))
         _check_round_trip(engine_bytes, mapping, pattern, store, load)
         plain: list[float] = []
         stores: list[float] = []
@@ -129,6 +131,7 @@ def copy_rates(shape: Shape, rounds: int) -> CopyRates:
         load=max(loads),
         first_plain=first_plain,
         first_store=first_store,
+        first_load=first_load,
     )
 
 
@@ -137,7 +140,7 @@ def _mapped(arena: Arena) -> Bytes:
     return np.frombuffer(map_arena(arena.fd, arena.arena_bytes), dtype=np.uint8)
 
 
-def _rate(shape: Shape, copy: Callable[[], None]) -> float:
+def _rate(shape: Shape, copy: Callable[[], object]) -> float:
     start = time.perf_counter()
     copy()
     return shape.copied_bytes / (time.perf_counter() - start)

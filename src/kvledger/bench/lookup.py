@@ -72,8 +72,8 @@ def measure_lookups(
     return times
 
 
-def wait_grown(socket_path: Path) -> None:
-    """Block until the server has all its memory: growing it takes a core.
+def wait_grown(socket_path: Path) -> int:
+    """Block until the server has all its memory (growing it takes a core); size of its arena.
 
     Raises:
         BenchError: it does not get it.
@@ -85,6 +85,7 @@ def wait_grown(socket_path: Path) -> None:
                 why = memory["growth_limited_by"] or "it takes too long"
                 raise BenchError(f"the server's memory does not become ready: {why}")
             time.sleep(_POLL_SECONDS)
+    return int(memory["arena_bytes"])
 
 
 @contextmanager

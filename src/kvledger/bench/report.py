@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -86,11 +86,10 @@ def _engine_table(figures: EngineFigures) -> Table:
         "without connector", _seconds(cold.without_seconds), _seconds(cold.without_cpu_seconds)
     )
     table.add_row("with connector", _seconds(cold.with_seconds), _seconds(cold.with_cpu_seconds))
-    ratio = cold.ratio
     table.caption = (
-        f"TTFT with ÷ without: {ratio.value:.4f}, {_interval(ratio, '{:.4f}'.format)}, "
-        f"{ratio.samples} pairs. Compute threads of each: {settings.compute_threads}. "
-        + ("The same tokens." if cold.identical else "NOT THE SAME TOKENS.")
+        f"With ÷ without, {cold.ratio.samples} pairs. TTFT: {_ratio(cold.ratio)}. "
+        f"CPU time: {_ratio(cold.cpu_ratio)}. "
+        f"Compute threads of each: {settings.compute_threads}. The same tokens in every pair."
     )
     return table
 
@@ -111,29 +110,31 @@ def _hook_table(hooks: Hooks) -> Table:
         _time(rest),
         _time(rest / hooks.requests),
     )
-    table.caption = (
-        f"{_percent(hooks.share)} of the cold TTFT; {_percent(hooks.share_without_stores)} without "
-        f"the hooks that copy ({format_size(hooks.stored_bytes)} in {hooks.requests} requests)."
-    )
+    shares = {
+        "writing to the arena's memory for the first time": hooks.first_pass_share,
+        "writing to it again": hooks.later_share,
+        "without the hooks that copy": hooks.share_without_stores,
+    }
+    shown = "; ".join(f"{_percent(share)} {when}" for when, share in shares.items() if share)
+    stored = format_size(hooks.stored_bytes)
+    table.caption = f"Of the cold TTFT: {shown}. {stored} stored in {hooks.requests} requests."
     return table
 
 
 def _hit_table(hits: Hits) -> Table:
-    table = _table(f"Hits of {hits.hit_tokens:,} tokens", "", "TTFT", "faster than recompute")
+    table = _table(f"Hits of {hits.hit_tokens:,} tokens", "", "TTFT", "recompute ÷ this")
     recompute = hits.recompute_seconds.value
     for name, median in (
         ("recompute", hits.recompute_seconds),
         ("in the server", hits.external_seconds),
-        ("in the engine's own cache", hits.local_seconds),
+        ("own prefix cache", hits.local_seconds),
     ):
         table.add_row(name, _seconds(median), f"{recompute / median.value:.1f}×")
     second = hits.second_engine_seconds
-    table.add_row("second engine's first", _time(second), f"{recompute / second:.1f}×")
+    table.add_row("second engine's first request", _time(second), f"{recompute / second:.1f}×")
     realised = "" if hits.realised is None else f", that is {_rate(hits.realised)}"
     beyond = hits.external_seconds.value - hits.local_seconds.value
-    table.caption = (
-        f"Server − engine: {_time(beyond)} for {format_size(hits.loaded_bytes)}{realised}."
-    )
+    table.caption = f"Server − own: {_time(beyond)} for {format_size(hits.loaded_bytes)}{realised}."
     return table
 
 
@@ -144,8 +145,8 @@ def _copy_table(copies: Sequence[CopyRates]) -> Table:
         "plain copy\nGB/s",
         "store\nGB/s",
         "load\nGB/s",
-        "plain, new\nmapping",
         "store, new\nmapping",
+        "load, new\nmapping",
     )
     for rates in copies:
 
@@ -157,8 +158,8 @@ def _copy_table(copies: Sequence[CopyRates]) -> Table:
             f"{rates.plain / 1e9:.1f}",
             share(rates.store),
             share(rates.load),
-            share(rates.first_plain),
             share(rates.first_store),
+            share(rates.first_load),
         )
     table.caption = "In brackets: the share of a plain copy's rate."
     return table
@@ -205,18 +206,30 @@ def _footer(report: Report) -> str:
 # ---------------------------------------------------------------- numbers
 
 
+def _unit(seconds: float) -> tuple[float, int, str]:
+    """Seconds of the unit that suits a time, decimal places in it, and its name."""
+    if abs(seconds) < 1e-3:
+        return 1e-6, 0, "µs"
+    return (1e-3, 1, "ms") if abs(seconds) < 1 else (1.0, 2, "s")
+
+
 def _time(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    unit, places, name = _unit(seconds)
+    return f"{seconds / unit:.{places}f} {name}"
 
 
 def _seconds(median: Median) -> str:
-    return f"{_time(median.value)} ({_time(median.low)} … {_time(median.high)})"
+    unit, places, name = _unit(median.value)
+    value, low, high = (
+        f"{time / unit:.{places}f}" for time in (median.value, median.low, median.high)
+    )
+    return f"{value} {name} ({low} … {high})"
 
 
-def _interval(median: Median, shown: Callable[[float], str]) -> str:
-    return f"{shown(median.low)} … {shown(median.high)} ({median.coverage:.0%} interval)"
+def _ratio(median: Median) -> str:
+    return (
+        f"{median.value:.4f}, {median.low:.4f} … {median.high:.4f} ({median.coverage:.0%} interval)"
+    )
 
 
 def _percent(median: Median) -> str:

@@ -57,8 +57,8 @@ class CopyRates(Result, frozen=True, kw_only=True):
         row_bytes: one block of one layer: what lies in one piece.
         copied_bytes: in one go.
         plain, store, load: best rate of all rounds.
-        first_store: into a mapping of which this process has touched no page yet.
-        first_plain: the same bytes copied plainly into a mapping like that.
+        first_store, first_load: through a mapping of which this process has touched no page yet.
+        first_plain: a plain copy into a mapping like that.
     """
 
     row_bytes: int
@@ -70,6 +70,7 @@ class CopyRates(Result, frozen=True, kw_only=True):
     load: float
     first_plain: float
     first_store: float
+    first_load: float
 
 
 class ServerFigures(Result, frozen=True, kw_only=True):
@@ -96,37 +97,60 @@ class HookTime(Result, frozen=True, kw_only=True):
     seconds: float
 
 
+class ColdPair(Result, frozen=True, kw_only=True):
+    """The same fresh prompt in an engine with the connector and in one without.
+
+    Attributes:
+        with_seconds, without_seconds: TTFT.
+        with_cpu_seconds, without_cpu_seconds: processor time until the answer, of all processes
+            of the engine and of the server.
+        hook_seconds: in all hooks of the connector, also after the first token.
+        storing_seconds: in those of them in which blocks are copied to the arena.
+        first_pass: the engine wrote to memory of the arena that it had never touched before.
+    """
+
+    with_seconds: float
+    without_seconds: float
+    with_cpu_seconds: float
+    without_cpu_seconds: float
+    hook_seconds: float
+    storing_seconds: float
+    first_pass: bool
+
+
 class Cold(Result, frozen=True, kw_only=True):
-    """First requests for a prompt, in pairs: an engine with the connector and one without.
+    """First requests for a prompt. Both engines gave the same tokens every time.
 
     Attributes:
         ratio: of the TTFT with the connector to the TTFT without, pair by pair.
-        with_seconds, without_seconds: TTFT.
-        with_cores_seconds, without_cores_seconds: processor time of all processes of the engine,
-            and with the connector of the server too, for one request.
-        identical: whether both gave the same tokens in every pair.
+        cpu_ratio: of the processor time, pair by pair: says something on a busy machine too.
+        pairs: in the order in which they were run; who was first alternates.
     """
 
     ratio: Median
+    cpu_ratio: Median
     with_seconds: Median
     without_seconds: Median
     with_cpu_seconds: Median
     without_cpu_seconds: Median
-    identical: bool
+    pairs: list[ColdPair]
 
 
 class Hooks(Result, frozen=True, kw_only=True):
     """Time inside the connector's hooks, scheduler's and workers' side together.
 
     Attributes:
-        share: of the TTFT of cold requests.
-        share_without_stores: the same without the hooks in which blocks are copied to the arena.
+        first_pass_share: of the TTFT of cold requests that wrote to the arena's memory for the
+            first time in the engine's life; None if there were none.
+        later_share: of those that did not; None if there were none.
+        share_without_stores: of all, without the hooks in which blocks are copied to the arena.
         stored_bytes: copied to the arena by these requests.
         requests: cold requests that were timed.
         hooks: in order of their time, the longest first.
     """
 
-    share: Median
+    first_pass_share: Median | None
+    later_share: Median | None
     share_without_stores: Median
     stored_bytes: int
     requests: int

@@ -13,7 +13,8 @@ from pathlib import Path
 from rich.console import Console
 
 from kvledger.bench.copies import copies_can_be_measured, measure_copies
-from kvledger.bench.engine import Plan, measure_engines
+from kvledger.bench.engine import measure_engines
+from kvledger.bench.engines import Plan
 from kvledger.bench.lookup import measure_lookups
 from kvledger.bench.machine import describe_machine, load_average
 from kvledger.bench.report import report_tables
@@ -42,6 +43,8 @@ def run_bench(json_path: Path | None = None, *, quick: bool = False) -> None:
         )
     if json_path is not None:
         _check_writable(json_path)
+    # vLLM's warnings, here and in the engines, would be all that one sees.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = Console()
     with _progress(console) as announce:
         report = measure(announce, quick=quick)

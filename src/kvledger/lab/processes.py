@@ -51,6 +51,16 @@ def is_running(pid: int) -> bool:
     return fields is not None and fields[0] not in "ZX"
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether the process exists and every thread of it has been stopped by a signal."""
+    threads = Path(f"/proc/{pid}/task")
+    try:
+        states = [(thread / "stat").read_text() for thread in threads.iterdir()]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return all(text[text.rindex(")") + 2] == "T" for text in states)
+
+
 def kill_group(leader: int) -> None:
     """Kill every process of the group and wait until all have ended.
 

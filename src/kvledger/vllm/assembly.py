@@ -164,6 +164,7 @@ def make_worker_side(setup: Setup, kv_caches: dict[str, torch.Tensor]) -> Worker
         setup.options.socket,
         lambda: _hello(config, Role.WORKER, rank=config.parallel_config.rank),
         on_connected=worker.on_link_connected,
+        announce=False,  # the scheduler's side does, once for the engine
     )
     worker.attach(Channel(link, worker))
     return worker

@@ -123,8 +123,8 @@ class Loads:
                 tracked.load.failed = True
 
     def lost(self) -> None:
-        """The server is gone. What the workers were told of they can still copy, if they map its
-        arena; the rest has failed."""
+        """The server is gone. What the workers were told of they answer themselves; the rest has
+        failed."""
         self.waiting = 0
         for tracked in self.active.values():
             if tracked.load is not None and not tracked.load.dispatched:

@@ -2,7 +2,7 @@
 
 A look-up is read-only and idempotent: however often vLLM asks, the answer is the same until the
 request is admitted. The hit stays leased from the server's answer until then, or until the request
-ends. A late answer costs nothing but its lease, which is given back.
+ends. Nobody waits for a late answer, and its lease has been given back before it comes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Lookup:
         chunks: the hit; None until answered.
         reason: why there is no more.
         waited: the one short wait has been spent.
-        released: the lease is not wanted any more; a late answer gives it back.
+        released: the lease is not wanted any more.
     """
 
     lease: int
@@ -57,9 +57,13 @@ class Lookups:
         self._channel = channel
         self._deadline_seconds = deadline_seconds
         self._next_lease = 1
+        self._held: set[int] = set()
         self._to_release: list[int] = []
-        self.leases = 0
-        """leases held now, by answered look-ups that were not released"""
+
+    @property
+    def leases(self) -> int:
+        """Leases held now, by answered look-ups that were not released."""
+        return len(self._held)
 
     def ask(self, names: list[Name], unavailable: Reason | None) -> Lookup:
         """Send the question, or answer it with a miss at once if there is nobody to ask."""
@@ -91,17 +95,19 @@ class Lookups:
             _missed(lookup, Reason.SERVER_ABSENT)
         elif self._channel.silent or self._overdue(lookup):
             self._channel.trip()
+            self.release(lookup)
             _missed(lookup, Reason.LOOKUP_DEADLINE)
-            lookup.released = True
         return lookup.chunks
 
     def release(self, lookup: Lookup) -> None:
-        """Give the lease back, now or when the answer comes. Idempotent."""
+        """Give the lease back, even before the answer: the server reads the question first, and
+        an engine that goes idle now would never hear the answer. Idempotent."""
         if lookup.released:
             return
         lookup.released = True
-        if lookup.chunks:
-            self._give_back(lookup)
+        if lookup.chunks or not lookup.answered:
+            self._held.discard(lookup.lease)
+            self._to_release.append(lookup.lease)
 
     def flush(self) -> None:
         """Send the releases that are due, in one message; kept while the server is silent."""
@@ -111,34 +117,23 @@ class Lookups:
                 self._to_release = []
 
     def lost(self) -> None:
-        """The server is gone, and every lease with it; each look-up is told by :meth:`void`."""
+        """The server is gone, and every lease with it; look-ups of before are to be dropped."""
         self._to_release = []
-        self.leases = 0
-
-    def void(self, lookup: Lookup) -> None:
-        """The answer does not hold any more."""
-        lookup.released = True
-        _missed(lookup, Reason.SERVER_ABSENT)
+        self._held.clear()
 
     def _overdue(self, lookup: Lookup) -> bool:
         return time.monotonic() - lookup.asked_at > self._deadline_seconds
 
     def _answer(self, lookup: Lookup, reply: Reply) -> None:
         if isinstance(reply, Matched):
-            if reply.chunks:
-                self.leases += 1
+            if reply.chunks and not lookup.released:
+                self._held.add(lookup.lease)
             if not lookup.answered:
                 lookup.chunks = reply.chunks
                 lookup.reason = Reason(reply.reason) if reply.reason else None
-            if lookup.released and reply.chunks:
-                self._give_back(lookup)
         elif not lookup.answered:
             reason = REASON_OF_ERROR.get(reply.code) if isinstance(reply, Error) else None
             _missed(lookup, reason or Reason.SERVER_ABSENT)
-
-    def _give_back(self, lookup: Lookup) -> None:
-        self.leases -= 1
-        self._to_release.append(lookup.lease)
 
 
 def _missed(lookup: Lookup, reason: Reason) -> Lookup:

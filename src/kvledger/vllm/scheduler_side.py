@@ -144,6 +144,7 @@ class SchedulerSide(Listener):
             valid = min(request.num_computed_tokens, known)
         self._advance(tracked, valid, table)
         self.accounts.begin_closing(tracked)
+        self.lookups.flush()  # the engine may be idle from now on
 
     def output_arrived(self, finished: set[str], failed: set[str]) -> None:
         """The workers have answered some loads."""
@@ -156,6 +157,7 @@ class SchedulerSide(Listener):
                 tracked.no_load = Reason.LOAD_FAILED
                 self.accounts.failed_loads += 1
         self.accounts.close_settled()
+        self.lookups.flush()
 
     def reset(self) -> None:
         """The cache was reset, perhaps because the weights have changed: no byte of before may
@@ -231,11 +233,17 @@ class SchedulerSide(Listener):
             asked = self.stores.ask(rescues + due, self.step)
         due_now = rescues and self.stores.waiting  # asked in an earlier step, last chance in this
         if asked or due_now or self.loads.waiting:
-            self.channel.wait_until(
-                lambda: not self.stores.waiting and not self.loads.waiting,
-                LAST_WAIT_SECONDS if rescues else ANSWER_WAIT_SECONDS,
-                trip=False,
-            )
+            self._wait_for_answers(LAST_WAIT_SECONDS if rescues else ANSWER_WAIT_SECONDS)
+        behind = [t for t in rescues if t.refusal is Reason.BEING_WRITTEN]
+        if behind and self.stores.ask(behind, self.step):
+            # The commits they were behind may have come after the first question. No later step
+            # can read these blocks.
+            self._wait_for_answers(LAST_WAIT_SECONDS)
+
+    def _wait_for_answers(self, seconds: float) -> None:
+        self.channel.wait_until(
+            lambda: not self.stores.waiting and not self.loads.waiting, seconds, trip=False
+        )
 
     def _after_rescue(self, rescues: list[Tracked]) -> None:
         """The last moment in which the blocks of these could be read has been planned."""
@@ -308,6 +316,7 @@ class SchedulerSide(Listener):
             self.namespace = push.namespace
         else:
             self.namespace = ""
+            self.lookups.lost()
             for tracked in self.live.values():
                 if tracked.load is None:
                     tracked.lookup = None  # its lease went with the namespace: ask again

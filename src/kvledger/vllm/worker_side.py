@@ -285,10 +285,9 @@ class WorkerSide(Listener):
             part_bytes = self._part_bytes[copy.group]
             stop = load.chunk + max(1, (budget - copied) // part_bytes)
             some = slice(load.chunk, min(stop, len(offsets)))
-            attachment.transfer.load(
+            copied += attachment.transfer.load(
                 copy.group, block_ids[some], offsets[some], self._part_offsets[copy.group]
             )
-            copied += (some.stop - some.start) * part_bytes
             load.chunk = some.stop
             if load.chunk >= len(offsets):
                 load.copy, load.chunk = load.copy + 1, 0
