@@ -247,6 +247,7 @@ def cost(
     seconds: float, *, save: float = 0.0, stored: int = 0, before: int = 0, token: int = 5
 ) -> Cost:
     result = Result(
+        request_id="r",
         prompt_tokens=100,
         token_ids=(token,),
         local_hit_tokens=0,

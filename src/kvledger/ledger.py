@@ -266,19 +266,22 @@ class Account:
                 taken.append((chunk, self.grants[chunk], self._blocks.pop(chunk)))
         return taken
 
-    def settle(self, chunk: int, reservation: int, failure: Reason | None) -> None:
+    def settle(self, chunk: int, reservation: int, failure: Reason | None) -> bool:
         """The server has ended a reservation: stored, or given up for ``failure``.
 
-        Ignored if the chunk has moved on (its tokens were cut, or the server was lost).
+        Ignored if the chunk has moved on (its tokens were cut, or the server was lost). Returns
+        whether no worker was told of the slot, so that none will say that it let go of it.
         """
         grant = self.grants.get(chunk)
         if grant is None or grant.reservation != reservation:
-            return
+            return False
         del self.grants[chunk]
+        untold = self.fates[chunk] is Fate.GRANTED
         if failure is None:
             self._apply(chunk, Event.COMMIT)
         else:
             self._apply(chunk, Event.ABANDON, self.frozen or failure)
+        return untold
 
     def lose_server(self) -> None:
         """The server is gone, and with it all that it knew of this request."""

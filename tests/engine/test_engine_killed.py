@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -37,31 +37,36 @@ STOP_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Site:
-    """A server, an engine that lives, and what others need to be killed there.
+    """A server, an engine that lives, and others that are going to be killed.
 
     Attributes:
         server: with room for everything.
         survivor: it says what is right, and whether it finds anything else.
         records: of the engines that are killed.
         model: 64 KiB of KV per token, so that copies take time.
+        spare: engines to be killed, started and perhaps not ready yet.
     """
 
     server: ServerProcess
     survivor: EngineProcess
     records: Records
     model: Path
+    spare: list[EngineProcess] = field(default_factory=list)
 
-    def start_victim(self) -> EngineProcess:
-        """An engine whose hooks can be seen from outside."""
-        return EngineProcess(
-            self.model,
-            block_size=BLOCK,
-            max_num_batched_tokens=STEP_TOKENS,
-            max_model_len=MODEL_TOKENS,
-            connector=self.records.connector(
-                connector_config(self.server.socket_path, options=PATIENT)
-            ),
-            env=self.records.environment(),
+    def start_two(self) -> None:
+        """Start two engines whose hooks can be seen from outside; together they take little
+        longer than one."""
+        connector = connector_config(self.server.socket_path, options=PATIENT)
+        self.spare.extend(
+            EngineProcess(
+                self.model,
+                block_size=BLOCK,
+                max_num_batched_tokens=STEP_TOKENS,
+                max_model_len=MODEL_TOKENS,
+                connector=self.records.connector(connector),
+                env=self.records.environment(),
+            )
+            for _ in range(2)
         )
 
 
@@ -69,13 +74,25 @@ class Site:
 def site(model: ModelMaker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("site")
     wide = model(WIDE)
-    with (
-        ServerProcess(directory / "kvledger.sock", memory="2GiB") as server,
-        running(cached(wide, server, engine_id="survivor", max_model_len=MODEL_TOKENS)) as (
-            survivor,
-        ),
-    ):
-        yield Site(server, survivor, Records(directory / "records"), wide)
+    with ServerProcess(directory / "kvledger.sock", memory="2GiB") as server:
+        survivor = cached(wide, server, engine_id="survivor", max_model_len=MODEL_TOKENS)
+        site = Site(server, survivor, Records(directory / "records"), wide)
+        site.start_two()
+        with running(survivor):
+            yield site
+        for engine in site.spare:
+            engine.kill()
+
+
+@pytest.fixture
+def victim(site: Site) -> Iterator[EngineProcess]:
+    """An engine of its own for each test."""
+    if not site.spare:
+        site.start_two()
+    for engine in site.spare:
+        engine.wait_ready()
+    with site.spare.pop() as engine:
+        yield engine
 
 
 def answers(
@@ -146,30 +163,6 @@ def assert_holdings_go(site: Site, part: str) -> None:
         lambda: holds_nothing(site.server), "nothing is held", seconds=GONE_SECONDS
     )
     print(f"nothing was held {seconds:.2f} s after the {part} process had been killed")
-
-
-@pytest.fixture(scope="module")
-def victims(site: Site) -> Iterator[Callable[[], EngineProcess]]:
-    """Hands out engines to kill; starts them in pairs, which takes little longer than one."""
-    spare: list[EngineProcess] = []
-    started: list[EngineProcess] = []
-
-    def take() -> EngineProcess:
-        if not spare:
-            spare.extend(site.start_victim() for _ in range(2))
-            started.extend(spare)
-            for engine in spare:
-                engine.wait_ready()
-        return spare.pop()
-
-    yield take
-    for engine in started:
-        engine.close()
-
-
-@pytest.fixture
-def victim(victims: Callable[[], EngineProcess]) -> EngineProcess:
-    return victims()
 
 
 def test_killed_while_storing(site: Site, victim: EngineProcess, part: str) -> None:

@@ -26,6 +26,7 @@ IDLE_CORES = 0.2
 SIGN_BITS = 0x80
 
 
+@pytest.mark.full  # vLLM compiles something for it, which takes a quarter of a minute
 def test_a_request_that_wants_logprobs_of_its_prompt_loads_nothing(
     cached_engine: EngineProcess, engine_server: ServerProcess
 ) -> None:
@@ -152,6 +153,8 @@ def test_the_bytes_in_the_arena_are_what_the_engine_computes_with(
 def test_idleness_costs_nothing(
     plain_engine: EngineProcess, cached_engine: EngineProcess, engine_server: ServerProcess
 ) -> None:
+    for engine in (plain_engine, cached_engine):
+        ask(engine, random_prompt(21_300, 100))  # vLLM's worker spins for a second after its work
     engines: list[EnginePids] = [plain_engine.pids(), cached_engine.pids()]
     processes = [pids.all() for pids in engines] + [(engine_server.pid,)]
     before = [sum(map(cpu_seconds, pids)) for pids in processes]

@@ -26,7 +26,7 @@ from kvledger.sim.model import VOCABULARY, write_model
 
 CONNECTOR = "kvledger.vllm:KVLedgerConnector"
 SOURCE = Path(kvledger.__file__).parents[1]
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = float(os.environ.get("KVLEDGER_TEST_DEADLINE", "30"))
 """Liveness bound of every poll here: what takes milliseconds gets thousands of times as long."""
 
 NO_STORE = {"kvledger.store": False}
@@ -90,6 +90,7 @@ class Server:
         if self._process is not None:
             self._process.kill()
             self._process = None
+            self._stopped = False
 
     def close(self) -> None:
         """End it in order."""
@@ -114,6 +115,11 @@ class Server:
         if self._process is not None and self._stopped:
             self._process.send_signal(signal.SIGCONT)
             self._stopped = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process, stopped or not."""
+        return self._process is not None
 
     @property
     def is_up(self) -> bool:
@@ -266,7 +272,14 @@ class World:
             found.update({d["request"]: d for d in documents if d["engine"] == engine_id})
             return self.lossy or awaited <= found.keys()
 
-        wait_until(are_reported, "the reports arrive")
+        try:
+            wait_until(are_reported, "the reports arrive")
+        except AssertionError as error:
+            channel = engine.connector.scheduler.channel
+            raise AssertionError(
+                f"{error}: {sorted(awaited - found.keys())} of {engine_id} are missing; "
+                f"connected: {channel.connected}, silent: {channel.silent}"
+            ) from None
         return found
 
     def runs(self, engine: SimulatedEngine, request_id: str) -> Runs:
@@ -287,6 +300,8 @@ class World:
 
         A fresh engine of the same kind loads them, stores nothing, and its oracle compares.
         """
+        for other in self.engines:
+            self.settle(other)
         kept = ("block_size", "layers", "heads", "ranks", "layout", "weights", "windows")
         same = {name: getattr(engine.options, name) for name in kept}
         given = {"chunk_tokens": chunk_tokens(engine), "store": "none"}
@@ -295,6 +310,8 @@ class World:
         request = reader.add(tokens)
         reader.run()
         hit = reader.external_hit(request)
+        miss = self.accounts(reader)[request]["miss"]
+        assert miss in ("", "never_seen", "evicted"), f"the reader was told {miss}"
         self.close(reader)
         return hit // chunk_tokens(engine)
 

@@ -142,9 +142,7 @@ def test_preempted_while_its_slots_are_on_the_way(
 
 @SCHEDULERS
 @pytest.mark.parametrize("model_runner", [1, 2])
-def test_block_table_is_replaced_on_resume(
-    world: World, is_async: bool, model_runner: int
-) -> None:
+def test_block_table_is_replaced_on_resume(world: World, is_async: bool, model_runner: int) -> None:
     """640 tokens, preempted, resumed in 41 other blocks: what is stored next comes from these."""
     engine = world.engine(
         num_blocks=128,
@@ -177,9 +175,7 @@ def test_block_table_is_replaced_on_resume(
 @CHUNKS
 def test_nothing_is_stored_twice(world: World, chunk: int) -> None:
     """I3: preemption after preemption, the server has stored each name once."""
-    engine = world.engine(
-        options={"chunk_tokens": chunk}, num_blocks=34, max_batched_tokens=64
-    )
+    engine = world.engine(options={"chunk_tokens": chunk}, num_blocks=34, max_batched_tokens=64)
     before = world.server.totals()["stored"]
     prompts = workload()
     play(engine, prompts)

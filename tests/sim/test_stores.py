@@ -15,6 +15,7 @@ from books import NO_LOAD, NO_STORE, World, lookups, part_bytes, text, wait_unti
 
 from kvledger.protocol import Commit
 from kvledger.sim import SimulatedEngine
+from kvledger.vllm.transfer import TransferError
 
 CHUNKS = pytest.mark.parametrize("chunk", [16, 64], ids=["chunk16", "chunk64"])
 
@@ -70,9 +71,10 @@ def test_multi_turn_finds_generated_tokens(world: World, chunk: int, is_async: b
         engine.run()
         assert engine.external_hit(request) == known * chunk
         chunks = (len(history) + 45 - 1) // chunk
-        assert world.fates(engine, request) == Counter(
-            {"loaded": known, "stored": chunks - known}
-        ) - Counter()
+        assert (
+            world.fates(engine, request)
+            == Counter({"loaded": known, "stored": chunks - known}) - Counter()
+        )
         history = history + engine.outputs[request] + text(f"turn {turn}", 20)
         known = chunks
 
@@ -82,9 +84,7 @@ def test_many_stores_in_flight_for_one_request(world: World) -> None:
 
     Nothing is readable before its last commit, and everything is after.
     """
-    engine = world.engine(
-        num_blocks=300, max_batched_tokens=512, max_model_len=8192, ranks=2
-    )
+    engine = world.engine(num_blocks=300, max_batched_tokens=512, max_model_len=8192, ranks=2)
     held: list[Any] = []
     channel = engine.workers.ranks[1].connector.worker._channel
     send = channel.send
@@ -203,9 +203,7 @@ def test_rescue_reads_before_the_new_owner_writes(
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model_runner", [1, 2])
-def test_accepted_drafts_of_the_last_step(
-    world: World, is_async: bool, model_runner: int
-) -> None:
+def test_accepted_drafts_of_the_last_step(world: World, is_async: bool, model_runner: int) -> None:
     """What the last step's accepted drafts complete is stored too, rejected ones never are."""
     engine = world.engine(
         num_blocks=256,
@@ -254,6 +252,44 @@ def test_rescue_behind_a_chunk_that_is_just_being_committed(world: World) -> Non
     engine.run()
     assert world.runs(engine, requests[0]) == [("stored", 15)]
     assert world.runs(engine, requests[1]) == [("present", 10), ("stored", 5)]
+
+
+def test_slot_that_is_given_up_before_the_workers_are_told(world: World) -> None:
+    """The head's copy fails; the server gives the next chunk's slot up between its grant and the
+    plan. No worker will ever let go of that slot, so the scheduler's side must."""
+    engine = world.engine(num_blocks=64, max_batched_tokens=32)
+    worker, stores = engine.workers.ranks[0].connector.worker, engine.connector.scheduler.stores
+    send, ask = worker._channel.send, stores.ask
+    transfer = worker._attachment.transfer
+    held: list[Any] = []
+    before = world.server.totals()["aborted"].get("writer_failed", 0)
+
+    def hold(make: Any, on_reply: Any = None) -> bool:
+        held.append((make, on_reply))
+        return True
+
+    def fail(*_: Any) -> int:
+        del transfer.store
+        raise TransferError("a copy that a test lets fail")
+
+    def ask_and_let_go(*arguments: Any) -> bool:
+        asked = ask(*arguments)
+        if held:
+            assert send(*held.pop(0))
+            wait_until(
+                lambda: world.server.totals()["aborted"].get("writer_failed", 0) == before + 4,
+                "the server gives up what hangs on the failed chunk",
+            )
+        return bool(asked)
+
+    transfer.store, worker._channel.send, stores.ask = fail, hold, ask_and_let_go
+    request = engine.add(text("given up", 128))
+    engine.step()
+    worker._channel.send = send
+    engine.step()
+    engine.run()
+    assert world.fates(engine, request).total() == 8
+    world.check_nothing_held()
 
 
 # ---------------------------------------------------------------- switches

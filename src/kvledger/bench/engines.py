@@ -44,7 +44,7 @@ class Plan:
     spec: ModelSpec = WIDEST
     prompt_tokens: int = 4_100
     block_tokens: int = 32
-    pairs: int = 6
+    pairs: int = 5
     most_pairs: int = 11
     pair_seconds: float = 120.0
     hit_rounds: int = 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import time
@@ -45,6 +46,7 @@ def run_bench(json_path: Path | None = None, *, quick: bool = False) -> None:
         _check_writable(json_path)
     # vLLM's warnings, here and in the engines, would be all that one sees.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     console = Console()
     with _progress(console) as announce:
         report = measure(announce, quick=quick)

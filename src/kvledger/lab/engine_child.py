@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _MAX_LINE_BYTES = 64 << 20
 """A prompt of ten million tokens; asyncio wants a bound."""
 
+_ABORT_SECONDS = 0.01
 _HIDDEN_LABELS = frozenset({"model_name", "engine"})
 """Labels that are the same for every sample of one engine."""
 
@@ -59,7 +60,7 @@ class Child:
         self._engine = engine
         self._writer = writer
         self._hits = HitCounter(engine)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def report(self, report: messages.Report) -> None:
         """Send one report; does not wait."""
@@ -69,8 +70,8 @@ class Child:
         """Carry out one command in a task of its own."""
         assert not isinstance(command, messages.Start), "an engine is started once"
         task = asyncio.create_task(self._carry_out(command))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[command.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(command.id))
 
     async def _carry_out(self, command: messages.Numbered) -> None:
         try:
@@ -83,7 +84,7 @@ class Child:
             case messages.Generate():
                 return await self._generate(command)
             case messages.Abort():
-                await self._engine.abort(messages.request_id(command.target))
+                await self._abort(command.target)
                 return messages.Done(id=command.id, value=True)
             case messages.ResetPrefixCache():
                 value = await self._engine.reset_prefix_cache(
@@ -92,6 +93,13 @@ class Child:
                 return messages.Done(id=command.id, value=bool(value))
             case messages.ReadMetrics():
                 return messages.Metrics(id=command.id, samples=_metric_samples())
+
+    async def _abort(self, target: int) -> None:
+        """Abort until the request has ended: vLLM ignores it before it knows the request."""
+        task = self._tasks.get(target)
+        while task is not None and not task.done():
+            await self._engine.abort(messages.request_id(target))
+            await asyncio.wait([task], timeout=_ABORT_SECONDS)
 
     async def _generate(self, command: messages.Generate) -> messages.Finished:
         from vllm import SamplingParams

@@ -102,19 +102,20 @@ class SchedulerSide(Listener):
             return self._miss(tracked, tracked.no_load)
         if tracked.lookup is None:
             self._look_up(tracked)
-        assert tracked.lookup is not None
-        chunks = self.lookups.result(tracked.lookup)
+        lookup = tracked.lookup
+        assert lookup is not None
+        chunks = self.lookups.result(lookup)  # may find that the server is gone
         if chunks is None:
             return None, False
         external = chunks * self.chunk_tokens - local_tokens
         if external <= 0:
-            return self._miss(tracked, Reason.HELD_LOCALLY if chunks else tracked.lookup.reason)
+            return self._miss(tracked, Reason.HELD_LOCALLY if chunks else lookup.reason)
         if external < self.policy.minimum_hit(local_tokens):
             return self._miss(tracked, Reason.BELOW_MIN_HIT)
         first = local_tokens // self.chunk_tokens
         if self.loads.loading(tracked.names(first, first + 1)[0]):
             return None, False  # another request is loading it: then it will be a local hit
-        tracked.miss = tracked.lookup.reason
+        tracked.miss = lookup.reason
         return external, True
 
     def allocated(self, request: EngineRequest, table: Sequence[int], external_tokens: int) -> None:
@@ -250,7 +251,7 @@ class SchedulerSide(Listener):
         for tracked in rescues:
             self.stores.give_back(tracked.account.forget_blocks())
             if tracked.account.ended:
-                reason = self._unavailable() or tracked.refusal or Reason.RESERVE_DEADLINE
+                reason = self._not_asked() or tracked.refusal or Reason.RESERVE_DEADLINE
                 tracked.account.give_up(reason)
 
     def _advance_live(self, tracked: Tracked, scheduled_tokens: Mapping[str, int]) -> None:
@@ -365,6 +366,15 @@ class SchedulerSide(Listener):
         if self.channel.silent:
             return Reason.SERVER_SILENT
         return None
+
+    def _not_asked(self) -> Reason | None:
+        """Why no slot can be asked for now; None if one can."""
+        unavailable = self._unavailable()
+        if unavailable is None and not self.identity.describe(self.channel):
+            unavailable = Reason.IDENTITY_PENDING
+        if unavailable is None and not self.namespace:
+            unavailable = Reason.NAMESPACE_OPENING
+        return unavailable
 
     def _flush(self) -> None:
         self.stores.flush()

@@ -137,7 +137,8 @@ class Stores:
         if owner is None:
             return
         tracked, chunk = owner
-        tracked.account.settle(chunk, number, failure)
+        if tracked.account.settle(chunk, number, failure):
+            self.give_back([number])  # given up before any worker was told: only we can let it go
         if failure is Reason.PARENT_MISSING:
             tracked.account.heal()
 

@@ -1,0 +1,501 @@
+"""Negative controls: known bugs, put into our own code, are seen by the simulated engine.
+
+Each mutant comes with a scenario that it spoils. The scenario passes with the code as it is, and
+must fail with the mutant: by the byte oracle, by the books, or by the server's counters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import books
+import pytest
+from books import Server, World, part_bytes, text, wait_until
+from test_preemption import play, workload
+
+from kvledger.lab import server as lab_server
+from kvledger.ledger import Account
+from kvledger.sim import SimulatedEngine
+from kvledger.vllm.loads import Loads
+from kvledger.vllm.lookups import Lookups
+from kvledger.vllm.policy import RequestPolicy
+from kvledger.vllm.scheduler_side import SchedulerSide
+from kvledger.vllm.stores import Stores
+from kvledger.vllm.transfer import TransferError
+from kvledger.vllm.worker_side import Attachment, WorkerSide
+
+Mutate = Callable[[pytest.MonkeyPatch], None]
+Scenario = Callable[[World], None]
+
+LATE = {"num_blocks": 34, "max_batched_tokens": 64}
+
+
+# ---------------------------------------------------------------- scenarios
+
+
+def edges(world: World) -> None:
+    """Requests that end in every position relative to a block; the next turn reads them back."""
+    engine = world.engine(num_blocks=128)
+    for prompt, generated in itertools.product((30, 31, 32), (1, 2, 3)):
+        first = engine.add(text(f"edge {prompt} {generated}", prompt), max_tokens=generated)
+        engine.run()
+        engine.reset_prefix_cache()
+        whole = text(f"edge {prompt} {generated}", prompt) + engine.outputs[first]
+        second = engine.add([*whole, 7, 7, 7])
+        engine.run()
+        assert engine.external_hit(second) == (prompt + generated - 1) // 16 * 16
+        engine.reset_prefix_cache()
+
+
+def failing_load(world: World) -> None:
+    """A load fails; the output must not show it."""
+    engine = world.engine(num_blocks=64)
+    prompt = text("failing", 160)
+    first = engine.add(prompt)
+    engine.run()
+    engine.reset_prefix_cache()
+    transfer = engine.workers.ranks[0].connector.worker._attachment.transfer
+
+    def fail(*_: Any) -> int:
+        del transfer.load
+        raise TransferError("a copy that a test lets fail")
+
+    transfer.load = fail
+    second = engine.add(prompt)
+    engine.run()
+    assert engine.outputs[first] == engine.outputs[second]
+
+
+def replaced_server(world: World) -> None:
+    """A load is under way when the server is replaced; the new arena holds somebody else's KV."""
+    engine = world.engine(num_blocks=64)
+    prompt = text("replaced", 160)
+    engine.add(prompt)
+    engine.run()
+    engine.reset_prefix_cache()
+    engine.workers.ranks[0].connector.worker._load_budget_bytes = part_bytes(engine)
+    engine.add(prompt)
+    engine.step()
+    world.server.replace()
+    other = world.engine(num_blocks=64, options={"namespace": "other"})
+    other.add(text("foreign", 400))
+    other.run()
+    wait_until(lambda: bool(world.status_of(engine).get("namespace")), "the engine is back")
+    engine.run()
+
+
+def evicted_while_loading(world: World) -> None:
+    """A long load, and another engine that fills the small server meanwhile."""
+    shape = {"layers": 4, "heads": 12, "num_blocks": 256, "max_batched_tokens": 4096}
+    engine = world.engine(options={"chunk_tokens": 256}, **shape)
+    filler = world.engine(options={"chunk_tokens": 256}, **shape)
+    prompt = text("loading", 2560)
+    engine.add(prompt)
+    engine.run()
+    engine.reset_prefix_cache()
+    engine.workers.ranks[0].connector.worker._load_budget_bytes = part_bytes(engine)
+    request = engine.add(prompt)
+    engine.step()
+    for n in range(30):
+        filler.add(text(f"fill {n}", 2560))
+        filler.run()
+        filler.reset_prefix_cache()
+    engine.run()
+    assert engine.external_hit(request) == 2560
+
+
+def slot_of_a_failed_rank(world: World) -> None:
+    """Rank 0 cannot copy and says so; before rank 1 writes, another engine asks for slots."""
+    engine = world.engine(num_blocks=64, ranks=2)
+    other = world.engine(num_blocks=64, ranks=2, options={"namespace": "other"})
+    foreign = text("foreign", 160)
+    ranks = [rank.connector for rank in engine.workers.ranks]
+    transfer = ranks[0].worker._attachment.transfer
+    save = ranks[1].wait_for_save
+
+    def fail(*_: Any) -> int:
+        raise TransferError("a copy that a test lets fail")
+
+    def save_late() -> None:
+        ranks[1].wait_for_save = save
+        wait_until(lambda: bool(world.server.totals()["aborted"]), "rank 0 has given up")
+        other.add(foreign)
+        other.run()
+        world.settle(other)
+        save()
+
+    transfer.store, ranks[1].wait_for_save = fail, save_late
+    engine.add(text("failing rank", 160))
+    engine.run()
+    other.reset_prefix_cache()
+    again = other.add(foreign)
+    other.run()
+    assert other.external_hit(again) == 160
+
+
+def slow_rank(world: World) -> None:
+    """Rank 1 has not written yet when a second engine asks for the same prompt."""
+    engine = world.engine(num_blocks=64, ranks=2)
+    reader = world.engine(num_blocks=64, ranks=2)
+    prompt = text("slow rank", 160)
+    last = engine.workers.ranks[1].connector
+    save = last.wait_for_save
+
+    def save_late() -> None:
+        last.wait_for_save = save
+        reader.add(prompt)
+        reader.run()
+        save()
+
+    last.wait_for_save = save_late
+    engine.add(prompt)
+    engine.run()
+
+
+def late_answers(world: World) -> None:
+    """Slots come a step late in a tiny pool, and what was stored is read back."""
+    engine = world.engine(**LATE)
+    prompts = workload()
+    play(engine, prompts)
+    for name, (prompt, _) in prompts.items():
+        whole = prompt + engine.outputs[name]
+        assert world.stored_chunks(engine, whole) == (len(whole) - 1) // 16
+
+
+def new_weights(world: World) -> None:
+    engine = world.engine(num_blocks=64)
+    prompt = text("weights", 160)
+    engine.add(prompt)
+    engine.run()
+    engine.update_weights("new")
+    engine.add(prompt)
+    engine.run()
+
+
+def aborted_in_the_queue(world: World) -> None:
+    engine = world.engine(num_blocks=64)
+    prompt = text("abort", 160)
+    engine.add(prompt)
+    engine.run()
+    engine.reset_prefix_cache()
+    request = engine.add(prompt)
+    wait_until(lambda: world.server.totals()["leases"] == 1, "the hit is leased")
+    engine.abort(request)
+
+
+def two_rounds(world: World) -> None:
+    """An external hit, and then more than one step of prefill."""
+    engine = world.engine(num_blocks=256, max_batched_tokens=256)
+    prompt = text("rounds", 1024)
+    engine.add(prompt[:512])
+    engine.run()
+    engine.reset_prefix_cache()
+    request = engine.add(prompt)
+    engine.run()
+    assert world.runs(engine, request) == [("loaded", 32), ("stored", 32)]
+
+
+def ranks_and_layout(world: World) -> None:
+    engine = world.engine(num_blocks=64, ranks=2)
+    prompt = text("parts", 160)
+    engine.add(prompt)
+    engine.run()
+    engine.reset_prefix_cache()
+    engine.add(prompt)
+    engine.run()
+
+
+# ---------------------------------------------------------------- mutants of the engine's side
+
+
+def stores_the_last_sampled_token(patch: pytest.MonkeyPatch) -> None:
+    """The finished request's last token was never fed; its slot holds anything."""
+    finished = SchedulerSide.finished
+
+    def mutant(self: SchedulerSide, request: Any, table: Any, *, aborted: bool) -> None:
+        tracked = self.live.get(request.request_id)
+        if tracked is not None and tracked.load is None:
+            self._advance(tracked, request.num_tokens, table)
+        finished(self, request, table, aborted=aborted)
+
+    patch.setattr(SchedulerSide, "finished", mutant)
+
+
+def believes_a_failed_load(patch: pytest.MonkeyPatch) -> None:
+    answer = WorkerSide._answer
+    patch.setattr(
+        WorkerSide, "_answer", lambda self, request, *, arrived: answer(self, request, arrived=True)
+    )
+    del patch
+
+
+def ignores_the_boot(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Attachment, "has_given", lambda _self, _given: True)
+
+
+def releases_the_lease_at_once(patch: pytest.MonkeyPatch) -> None:
+    begin = Loads.begin
+
+    def mutant(self: Loads, tracked: Any, table: Any, external_tokens: int) -> None:
+        begin(self, tracked, table, external_tokens)
+        # The slots are known by then; the lease is not held until they have been read.
+        load = tracked.load
+        self._channel.wait_until(lambda: load.offsets is not None, 5.0, trip=False)
+        mutant.lookups.release(tracked.lookup)
+
+    allocated = SchedulerSide.allocated
+
+    def remember(self: SchedulerSide, *arguments: Any) -> None:
+        mutant.lookups = self.lookups
+        allocated(self, *arguments)
+        self.lookups.flush()
+
+    patch.setattr(Loads, "begin", mutant)
+    patch.setattr(SchedulerSide, "allocated", remember)
+
+
+def keeps_the_old_block_table(patch: pytest.MonkeyPatch) -> None:
+    """After a preemption the old blocks are still taken for the request's."""
+
+    def mutant(self: Account) -> list[int]:
+        kept = dict(self._blocks)
+        unused = forget(self)
+        self._blocks.update(kept)
+        return unused
+
+    forget = Account.forget_blocks
+    patch.setattr(Account, "forget_blocks", mutant)
+
+
+def rescues_too_late(patch: pytest.MonkeyPatch) -> None:
+    """What finished and preempted requests owe is read after the step has written."""
+
+    def before_step(self: WorkerSide, _plan: Any) -> None:
+        self._poll()
+        self.store_planned()
+
+    begin_step = WorkerSide.begin_step
+    store_planned = WorkerSide.store_planned
+
+    def begin(self: WorkerSide, plan: Any) -> None:
+        begin_step(self, plan)
+        self.late_plan = plan
+
+    def store(self: WorkerSide) -> None:
+        store_planned(self)
+        plan, self.late_plan = getattr(self, "late_plan", None), None
+        if plan is not None:
+            self._store(plan, plan.rescues)
+
+    patch.setattr(WorkerSide, "before_step", before_step)
+    patch.setattr(WorkerSide, "begin_step", begin)
+    patch.setattr(WorkerSide, "store_planned", store)
+
+
+def forgets_the_rescue_list(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("kvledger.vllm.accounts.Accounts.to_rescue", lambda _self: [])
+
+
+def ignores_the_reset(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SchedulerSide, "reset", lambda _self: None)
+
+
+def never_releases(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lookups, "flush", lambda _self: None)
+
+
+def bound_without_the_hit(patch: pytest.MonkeyPatch) -> None:
+    """The first founding bug: valid is what was scheduled, without what was loaded."""
+
+    def mutant(self: SchedulerSide, tracked: Any, scheduled: Any) -> None:
+        tokens = scheduled.get(tracked.request.request_id, 0)
+        loaded = tracked.external_tokens
+        valid = min(tracked.request.num_computed_tokens - loaded + tokens, loaded)
+        self._advance(tracked, max(valid, 0) if loaded else valid + tokens, None)
+
+    patch.setattr(SchedulerSide, "_advance_live", mutant)
+
+
+def counts_cumulative_as_incremental(patch: pytest.MonkeyPatch) -> None:
+    """The second founding bug: a running sum of absolute numbers."""
+    advance = Account.advance
+
+    def mutant(self: Account, valid_tokens: int) -> None:
+        self.running_sum = getattr(self, "running_sum", 0) + valid_tokens
+        advance(self, self.running_sum)
+
+    patch.setattr(Account, "advance", mutant)
+
+
+def swaps_the_parts_of_ranks(patch: pytest.MonkeyPatch) -> None:
+    """Loads read the first rank's part, whoever asks."""
+    copy = WorkerSide._copy_some
+
+    def mutant(self: WorkerSide, load: Any, budget: int) -> int | None:
+        right, self._part_offsets = self._part_offsets, [0] * len(self._part_offsets)
+        try:
+            return copy(self, load, budget)
+        finally:
+            self._part_offsets = right
+
+    patch.setattr(WorkerSide, "_copy_some", mutant)
+
+
+def ignores_min_hit_and_role(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RequestPolicy, "minimum_hit", lambda _self, _local: 1 << 30)
+
+
+def loses_a_settlement(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Stores, "settle", lambda _self, _push: None)
+
+
+ENGINE_MUTANTS: list[tuple[Mutate, Scenario]] = [
+    (stores_the_last_sampled_token, edges),
+    (believes_a_failed_load, failing_load),
+    (ignores_the_boot, replaced_server),
+    (releases_the_lease_at_once, evicted_while_loading),
+    (keeps_the_old_block_table, late_answers),
+    (rescues_too_late, late_answers),
+    (forgets_the_rescue_list, late_answers),
+    (ignores_the_reset, new_weights),
+    (never_releases, aborted_in_the_queue),
+    (bound_without_the_hit, two_rounds),
+    (counts_cumulative_as_incremental, two_rounds),
+    (swaps_the_parts_of_ranks, ranks_and_layout),
+    (ignores_min_hit_and_role, two_rounds),
+    (loses_a_settlement, two_rounds),
+]
+
+
+# ---------------------------------------------------------------- mutants of the server
+
+
+NO_QUARANTINE = """
+from kvledger.catalog import Catalog
+def mutant(self, books, reservation):
+    self.space.slots.free(reservation.offset)
+Catalog._quarantine = mutant
+"""
+
+FIRST_COMMIT_COUNTS = """
+from kvledger.catalog import Catalog
+commit = Catalog.commit
+def mutant(self, engine, rank, reservations, now):
+    reservations = list(reservations)
+    for number in reservations:
+        reservation = self.engines[engine].open.get(number)
+        if reservation is not None:
+            reservation.waiting_ranks &= 1 << rank
+    return commit(self, engine, rank, reservations, now)
+Catalog.commit = mutant
+"""
+
+LEASES_DO_NOT_PROTECT = """
+from kvledger.entries import Entry
+Entry.evictable = property(lambda self: self.visible and not self.children)
+"""
+
+SERVER_MUTANTS: list[tuple[str, Scenario]] = [
+    (NO_QUARANTINE, slot_of_a_failed_rank),
+    (FIRST_COMMIT_COUNTS, slow_rank),
+]
+
+
+# ---------------------------------------------------------------- the tests
+
+
+@pytest.fixture
+def make_world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Scenario], World]]:
+    """Makes a world of its own; a mutant may leave anything behind in it."""
+    worlds: list[World] = []
+    monkeypatch.setattr(books, "DEADLINE_SECONDS", 5.0)
+
+    def make(scenario: Scenario) -> World:
+        if scenario is late_answers:
+            monkeypatch.setattr("kvledger.vllm.scheduler_side.ANSWER_WAIT_SECONDS", 0.0)
+        small = scenario is evicted_while_loading
+        server = Server(tmp_path, "16MiB" if small else "64MiB")
+        server.start()
+        world = World(server, scenario.__name__)
+        world.lossy = scenario is replaced_server
+        worlds.append(world)
+        return world
+
+    yield make
+    for world in worlds:
+        for engine in world.engines:
+            engine.close()
+        world.server.close()
+
+
+def is_caught(world: World, scenario: Scenario) -> str:
+    """What the scenario and the standing checks say; empty if they see nothing."""
+    try:
+        scenario(world)
+        world.check()
+    except (AssertionError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+SCENARIOS = {scenario for _, scenario in (*ENGINE_MUTANTS, *SERVER_MUTANTS)}
+
+
+@pytest.mark.parametrize(
+    "scenario", sorted(SCENARIOS, key=lambda s: s.__name__), ids=lambda s: s.__name__
+)
+def test_scenario_passes_without_a_mutant(
+    make_world: Callable[[Scenario], World], scenario: Scenario
+) -> None:
+    assert is_caught(make_world(scenario), scenario) == ""
+
+
+@pytest.mark.parametrize(
+    ("mutate", "scenario"), ENGINE_MUTANTS, ids=[mutate.__name__ for mutate, _ in ENGINE_MUTANTS]
+)
+def test_mutant_of_the_connector_is_caught(
+    make_world: Callable[[Scenario], World],
+    monkeypatch: pytest.MonkeyPatch,
+    mutate: Mutate,
+    scenario: Scenario,
+) -> None:
+    world = make_world(scenario)
+    mutate(monkeypatch)
+    assert is_caught(world, scenario)
+
+
+@pytest.mark.parametrize(
+    ("prologue", "scenario"), SERVER_MUTANTS, ids=["no_quarantine", "first_commit_counts"]
+)
+def test_mutant_of_the_server_is_caught(
+    make_world: Callable[[Scenario], World],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    prologue: str,
+    scenario: Scenario,
+) -> None:
+    """The server is a process: the mutant is put into it before it starts to serve."""
+    launcher = tmp_path / "launch.sh"
+    code = f"{prologue}\nfrom kvledger.cli import main\nmain()"
+    (tmp_path / "mutant.py").write_text(code)
+    launcher.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {tmp_path}/mutant.py "$@"\n')
+    launcher.chmod(0o755)
+    monkeypatch.setattr(lab_server.sys, "executable", str(launcher))
+    world = make_world(scenario)
+    monkeypatch.undo()
+    monkeypatch.setattr(books, "DEADLINE_SECONDS", 5.0)
+    assert is_caught(world, scenario)
+
+
+def test_the_oracle_is_not_easily_content() -> None:
+    """The scenario of the mutants above does store: an engine without a server stores nothing."""
+    with SimulatedEngine(None, num_blocks=64) as engine:
+        engine.add(text("control", 160))
+        engine.run()
+        assert engine.connector is None
