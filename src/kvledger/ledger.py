@@ -107,6 +107,13 @@ class Account:
             return self.rule.reason
         return None
 
+    def is_closed_at(self, valid_tokens: int) -> bool:
+        """Whether every chunk among so many valid tokens has its final fate, and no other exists.
+
+        Then a step has nothing to do for this request; most decode steps are such steps.
+        """
+        return valid_tokens // self.chunk_tokens == len(self.fates) == self._settled
+
     @property
     def needs_table(self) -> bool:
         """Whether some owed chunk is valid and its engine blocks are not known yet."""

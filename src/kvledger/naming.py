@@ -48,10 +48,14 @@ def chunk_names(
     """Names of the whole chunks of a request, from ``first_chunk`` on.
 
     Hashes are chained, so the hash of a chunk's last block stands for the whole chunk and for all
-    that precedes it. A tail of fewer than ``blocks_per_chunk`` blocks has no name.
+    that precedes it. A tail of fewer than ``blocks_per_chunk`` blocks has no name. All hashes come
+    from one algorithm, so they have one width.
     """
     first_end = (first_chunk + 1) * blocks_per_chunk - 1
-    return [name_of(h) for h in block_hashes[first_end::blocks_per_chunk]]
+    hashes = block_hashes[first_end::blocks_per_chunk]
+    if hashes and len(hashes[0]) == NAME_BYTES:
+        return [Name(block_hash) for block_hash in hashes]
+    return [name_of(block_hash) for block_hash in hashes]
 
 
 def pack_names(names: Iterable[Name]) -> bytes:

@@ -2,7 +2,8 @@
 
 Each process of the engine writes two files into the folder ``KVLEDGER_TEST_RECORDS``:
 ``ROLE-PID.now`` holds the name of the hook that is running, and ``ROLE-PID.json`` how often each
-hook ran, for how long in all, and its longest calls with the bytes that were copied in them.
+hook ran, for how long in all, and its longest calls with the bytes that were copied in them. The
+scheduler's also holds the number of tokens that vLLM has scheduled.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from records import FOLDER_VARIABLE, NOW_BYTES
 
 from kvledger.vllm.connector import KVLedgerConnector
 
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+
 LONGEST = 5
 HOOKS = (
     "bind_connector_metadata",
     "bind_kv_cache_manager",
-    "build_connector_meta",
     "get_num_new_matched_tokens",
     "get_transfer_results",
     "handle_preemptions",
@@ -37,7 +42,7 @@ HOOKS = (
     "update_state_after_alloc",
     "wait_for_save",
 )
-LAST_HOOKS_OF_A_STEP = ("build_connector_meta", "request_finished_all_groups", "wait_for_save")
+LAST_HOOKS_OF_A_STEP = ("request_finished_all_groups", "wait_for_save")
 
 
 class Recorder:
@@ -51,6 +56,7 @@ class Recorder:
         with now.open("r+b") as file:
             self._now = mmap.mmap(file.fileno(), NOW_BYTES)
         self._hooks: dict[str, dict[str, object]] = {}
+        self.scheduled_tokens = 0
 
     @contextmanager
     def call(self, name: str, copied_bytes: Callable[[], int]) -> Iterator[None]:
@@ -71,7 +77,12 @@ class Recorder:
     def write(self, failures: int) -> None:
         """Publish what was recorded."""
         part = self._json.with_suffix(".part")
-        part.write_text(json.dumps({"failures": failures, "hooks": self._hooks}))
+        document = {
+            "failures": failures,
+            "scheduled_tokens": self.scheduled_tokens,
+            "hooks": self._hooks,
+        }
+        part.write_text(json.dumps(document))
         os.replace(part, self._json)
 
 
@@ -83,6 +94,14 @@ class RecordingConnector(KVLedgerConnector):
         self.worker = None
         with self.recorder.call("__init__", self.copied_bytes):
             super().__init__(vllm_config, role, kv_cache_config)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Counts the step's tokens."""
+        self.recorder.scheduled_tokens += scheduler_output.total_num_scheduled_tokens
+        with self.recorder.call("build_connector_meta", self.copied_bytes):
+            plan = super().build_connector_meta(scheduler_output)
+        self.recorder.write(self.guard.failures)
+        return plan
 
     def copied_bytes(self) -> int:
         """Bytes stored and loaded so far by this rank."""

@@ -77,6 +77,10 @@ class Records:
         """Hooks that raised, in all processes."""
         return sum(document["failures"] for document in self._documents().values())
 
+    def scheduled_tokens(self) -> int:
+        """Tokens that vLLM has scheduled, in all steps."""
+        return sum(document["scheduled_tokens"] for document in self._documents().values())
+
     def _documents(self) -> dict[Path, dict[str, object]]:
         return {path: json.loads(path.read_text()) for path in self._folder.glob("*.json")}
 

@@ -158,6 +158,25 @@ def test_a_server_that_appears_is_used(site: Site) -> None:
     assert site.engine.pids() == pids
 
 
+def test_of_a_prompt_that_is_found_whole_one_token_is_computed(site: Site) -> None:
+    prompt = random_prompt(60_004, STEP_TOKENS)
+    with serving(site):
+        ask(site.engine, prompt, max_tokens=1)
+        scheduled = 0
+
+        def found() -> bool:
+            nonlocal scheduled
+            forget(site.engine)
+            before = site.records.scheduled_tokens()
+            result = ask(site.engine, prompt, max_tokens=1)
+            scheduled = site.records.scheduled_tokens() - before
+            assert scheduled == 1 or not result.num_cached_tokens
+            return hits(result) == (0, STEP_TOKENS)
+
+        wait_until(found, "it is found whole")
+        assert scheduled == 1
+
+
 @pytest.mark.parametrize("held", ["reservations", "leases"], ids=["storing", "loading"])
 def test_a_killed_server_harms_no_request(
     site: Site, prompts: list[list[int]], references: list[tuple[int, ...]], held: str

@@ -82,9 +82,11 @@ def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             ("scheduler_side", "ANSWER_WAIT_SECONDS"),
             ("scheduler_side", "LAST_WAIT_SECONDS"),
             ("lookups", "FIRST_WAIT_SECONDS"),
-            ("channel", "SILENCE_SECONDS"),
+            ("assembly", "SILENCE_SECONDS"),
         ):
             monkeypatch.setattr(f"kvledger.vllm.{module}.{name}", DEADLINE_SECONDS)
+        # Not as long: workers that a test has not let run cannot commit anything.
+        monkeypatch.setattr("kvledger.vllm.scheduler_side.IDLE_WAIT_SECONDS", 0.25)
 
 
 def pytest_configure(config: pytest.Config) -> None:

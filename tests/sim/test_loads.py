@@ -45,7 +45,7 @@ def test_partial_hits(world: World, chunk: int, is_async: bool) -> None:
     engine.run()
     for shared in (0, 15, 16, 17, 63, 64, 65, 200, 319):
         engine.reset_prefix_cache()
-        prompt = base[:shared] + [(base[shared] + 1) % 512] + text(f"other {shared}", 60)
+        prompt = [*base[:shared], (base[shared] + 1) % 512, *text(f"other {shared}", 60)]
         request = engine.add(prompt)
         engine.run()
         hit = shared // chunk

@@ -15,7 +15,6 @@ from typing import Any
 import books
 import pytest
 from books import Server, World, part_bytes, text, wait_until
-from test_preemption import play, workload
 
 from kvledger.lab import server as lab_server
 from kvledger.ledger import Account
@@ -30,9 +29,6 @@ from kvledger.vllm.worker_side import Attachment, WorkerSide
 
 Mutate = Callable[[pytest.MonkeyPatch], None]
 Scenario = Callable[[World], None]
-
-LATE = {"num_blocks": 34, "max_batched_tokens": 64}
-
 
 # ---------------------------------------------------------------- scenarios
 
@@ -156,21 +152,47 @@ def slow_rank(world: World) -> None:
     engine.run()
 
 
-def late_answers(world: World) -> None:
-    """Slots come a step late in a tiny pool, and what was stored is read back."""
-    engine = world.engine(**LATE)
-    prompts = workload()
-    play(engine, prompts)
-    for name, (prompt, _) in prompts.items():
-        whole = prompt + engine.outputs[name]
-        assert world.stored_chunks(engine, whole) == (len(whole) - 1) // 16
+def late_ends(world: World) -> None:
+    """Slots come a step late, when the request is over and its blocks are another's already."""
+    engine = world.engine(num_blocks=14, max_requests=1, prefix_caching=False)
+    prompts = [text(f"late {n}", 200) for n in range(4)]
+    requests = [engine.add(prompt) for prompt in prompts]
+    engine.run()
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert world.runs(engine, request) == [("stored", 12)]
+        assert world.stored_chunks(engine, prompt) == 12
+
+
+def preempted_while_owing(world: World) -> None:
+    """No slots come at all until the request has been preempted and resumed in other blocks."""
+    engine = world.engine(options={"lookup_deadline_ms": 50.0}, num_blocks=10, prefix_caching=False)
+    engine.add(text("grower", 60), max_tokens=40)
+    engine.step()
+    prompt = text("victim", 72)
+    victim = engine.add(prompt, max_tokens=20)
+    scheduler = engine.connector.scheduler
+
+    def is_answered() -> bool:
+        scheduler.channel.poll()
+        return bool(scheduler.live[victim].lookup.answered)
+
+    wait_until(is_answered, "the look-up is answered")
+    world.server.pause()
+    while len(engine.allocations(victim)) < 2:
+        engine.step()
+    first, second = (set(admission.block_ids[0]) for admission in engine.allocations(victim))
+    assert first != second
+    world.server.resume()
+    engine.run()
+    whole = prompt + engine.outputs[victim]
+    assert world.stored_chunks(engine, whole) == (72 + 20 - 1) // 16
 
 
 def new_weights(world: World) -> None:
     engine = world.engine(num_blocks=64)
     prompt = text("weights", 160)
     engine.add(prompt)
-    engine.run()
+    world.settle(engine)
     engine.update_weights("new")
     engine.add(prompt)
     engine.run()
@@ -227,10 +249,11 @@ def stores_the_last_sampled_token(patch: pytest.MonkeyPatch) -> None:
 
 def believes_a_failed_load(patch: pytest.MonkeyPatch) -> None:
     answer = WorkerSide._answer
-    patch.setattr(
-        WorkerSide, "_answer", lambda self, request, *, arrived: answer(self, request, arrived=True)
-    )
-    del patch
+
+    def mutant(self: WorkerSide, request_id: str, *, arrived: bool) -> None:
+        answer(self, request_id, arrived=arrived or bool(request_id))
+
+    patch.setattr(WorkerSide, "_answer", mutant)
 
 
 def ignores_the_boot(patch: pytest.MonkeyPatch) -> None:
@@ -309,15 +332,13 @@ def never_releases(patch: pytest.MonkeyPatch) -> None:
 
 
 def bound_without_the_hit(patch: pytest.MonkeyPatch) -> None:
-    """The first founding bug: valid is what was scheduled, without what was loaded."""
+    """The first founding bug: what was loaded is left out of the upper bound."""
+    advance = SchedulerSide._advance
 
-    def mutant(self: SchedulerSide, tracked: Any, scheduled: Any) -> None:
-        tokens = scheduled.get(tracked.request.request_id, 0)
-        loaded = tracked.external_tokens
-        valid = min(tracked.request.num_computed_tokens - loaded + tokens, loaded)
-        self._advance(tracked, max(valid, 0) if loaded else valid + tokens, None)
+    def mutant(self: SchedulerSide, tracked: Any, valid: int, table: Any) -> None:
+        advance(self, tracked, valid - tracked.external_tokens, table)
 
-    patch.setattr(SchedulerSide, "_advance_live", mutant)
+    patch.setattr(SchedulerSide, "_advance", mutant)
 
 
 def counts_cumulative_as_incremental(patch: pytest.MonkeyPatch) -> None:
@@ -345,7 +366,7 @@ def swaps_the_parts_of_ranks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerSide, "_copy_some", mutant)
 
 
-def ignores_min_hit_and_role(patch: pytest.MonkeyPatch) -> None:
+def never_loads(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestPolicy, "minimum_hit", lambda _self, _local: 1 << 30)
 
 
@@ -358,15 +379,15 @@ ENGINE_MUTANTS: list[tuple[Mutate, Scenario]] = [
     (believes_a_failed_load, failing_load),
     (ignores_the_boot, replaced_server),
     (releases_the_lease_at_once, evicted_while_loading),
-    (keeps_the_old_block_table, late_answers),
-    (rescues_too_late, late_answers),
-    (forgets_the_rescue_list, late_answers),
+    (keeps_the_old_block_table, preempted_while_owing),
+    (rescues_too_late, late_ends),
+    (forgets_the_rescue_list, late_ends),
     (ignores_the_reset, new_weights),
     (never_releases, aborted_in_the_queue),
     (bound_without_the_hit, two_rounds),
     (counts_cumulative_as_incremental, two_rounds),
     (swaps_the_parts_of_ranks, ranks_and_layout),
-    (ignores_min_hit_and_role, two_rounds),
+    (never_loads, two_rounds),
     (loses_a_settlement, two_rounds),
 ]
 
@@ -394,11 +415,6 @@ def mutant(self, engine, rank, reservations, now):
 Catalog.commit = mutant
 """
 
-LEASES_DO_NOT_PROTECT = """
-from kvledger.entries import Entry
-Entry.evictable = property(lambda self: self.visible and not self.children)
-"""
-
 SERVER_MUTANTS: list[tuple[str, Scenario]] = [
     (NO_QUARANTINE, slot_of_a_failed_rank),
     (FIRST_COMMIT_COUNTS, slow_rank),
@@ -414,11 +430,14 @@ def make_world(
 ) -> Iterator[Callable[[Scenario], World]]:
     """Makes a world of its own; a mutant may leave anything behind in it."""
     worlds: list[World] = []
-    monkeypatch.setattr(books, "DEADLINE_SECONDS", 5.0)
 
     def make(scenario: Scenario) -> World:
-        if scenario is late_answers:
-            monkeypatch.setattr("kvledger.vllm.scheduler_side.ANSWER_WAIT_SECONDS", 0.0)
+        side = "kvledger.vllm.scheduler_side"
+        if scenario in (late_ends, preempted_while_owing):
+            monkeypatch.setattr(f"{side}.ANSWER_WAIT_SECONDS", 0.0)
+        if scenario is preempted_while_owing:
+            monkeypatch.setattr(f"{side}.LAST_WAIT_SECONDS", 0.0)
+            monkeypatch.setattr("kvledger.vllm.lookups.FIRST_WAIT_SECONDS", 0.0)
         small = scenario is evicted_while_loading
         server = Server(tmp_path, "16MiB" if small else "64MiB")
         server.start()
@@ -467,6 +486,7 @@ def test_mutant_of_the_connector_is_caught(
 ) -> None:
     world = make_world(scenario)
     mutate(monkeypatch)
+    monkeypatch.setattr(books, "DEADLINE_SECONDS", 5.0)  # a leak is waited for in vain
     assert is_caught(world, scenario)
 
 

@@ -244,6 +244,7 @@ def impatient(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvledger.vllm.scheduler_side.LAST_WAIT_SECONDS", 10e-3)
         monkeypatch.setattr("kvledger.vllm.lookups.FIRST_WAIT_SECONDS", 300e-6)
         monkeypatch.setattr("kvledger.vllm.assembly.SILENCE_SECONDS", 0.1)
+        monkeypatch.setattr("kvledger.vllm.scheduler_side.IDLE_WAIT_SECONDS", 10e-3)
     if plan.late:
         monkeypatch.setattr("kvledger.vllm.scheduler_side.ANSWER_WAIT_SECONDS", 0.0)
 
@@ -261,7 +262,11 @@ def assert_plausible(plan: Plan, statistics: Counter[str]) -> None:
     calm = not (plan.failing or plan.disturbing or plan.small or plan.mix.weights)
     if calm:
         skipped = {fate for fate in statistics if fate.startswith("skipped")}
-        assert skipped <= {"skipped:epoch_changed", "skipped:engine_idle"}, statistics
+        expected = {"skipped:epoch_changed"}
+        if plan.late or plan.engines > 1:
+            # The last chance of a request can fall into another one's write of the same chunk.
+            expected.add("skipped:being_written")
+        assert skipped <= expected, statistics
 
 
 def show(name: str, seed: int, seconds: float, statistics: Counter[str]) -> None:

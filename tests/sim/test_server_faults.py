@@ -191,7 +191,7 @@ def test_ranks_attach_again_at_different_moments(own_world: World, late: int) ->
     engine.step()
     slow = engine.workers.ranks[late].connector.worker._channel
     poll = slow.poll
-    slow.poll = lambda timeout_seconds=0.0: None  # this rank hears nothing
+    slow.poll = lambda _timeout_seconds=0.0: None  # this rank hears nothing
     world.server.replace()
     other = world.engine(num_blocks=64, ranks=2)
     foreign = text("foreign", 320)

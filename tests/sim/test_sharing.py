@@ -1,4 +1,4 @@
-"""Who shares with whom: engines, namespaces, epochs of the weights; and who goes when it is full."""
+"""Who shares with whom (engines, namespaces, epochs of the weights), and who is evicted first."""
 
 from __future__ import annotations
 

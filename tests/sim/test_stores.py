@@ -232,7 +232,7 @@ def test_rescue_behind_a_chunk_that_is_just_being_committed(world: World) -> Non
     send, ask = worker._channel.send, stores.ask
     held: list[Any] = []
 
-    def hold_commits(make: Any, on_reply: Any = None) -> bool:
+    def hold_commits(make: Any, _on_reply: Any = None) -> bool:
         held.append(make)
         return True
 

@@ -202,9 +202,11 @@ class SchedulerSide(Listener):
         for tracked in lost:
             tracked.account.lose_blocks()
         rescues = lost + self.accounts.to_rescue()
-        current = [tracked for name, tracked in self.live.items() if name not in preempted]
-        for tracked in current:
-            self._advance_live(tracked, scheduled_tokens)
+        current = [
+            tracked
+            for name, tracked in self.live.items()
+            if name not in preempted and self._advance_live(tracked, scheduled_tokens)
+        ]
         self._ask(rescues, current)
         stores = self.stores.take(current)
         saved = self.stores.take(rescues)
@@ -254,14 +256,18 @@ class SchedulerSide(Listener):
                 reason = self._not_asked() or tracked.refusal or Reason.RESERVE_DEADLINE
                 tracked.account.give_up(reason)
 
-    def _advance_live(self, tracked: Tracked, scheduled_tokens: Mapping[str, int]) -> None:
+    def _advance_live(self, tracked: Tracked, scheduled_tokens: Mapping[str, int]) -> bool:
+        """Bring one account up to date; whether it may want something in this step."""
         request = tracked.request
         if tracked.load is not None:
-            valid = tracked.load.local_tokens
-        else:
-            scheduled = scheduled_tokens.get(request.request_id, 0)
-            valid = min(request.num_computed_tokens + scheduled, request.num_tokens)
+            self._advance(tracked, tracked.load.local_tokens, None)
+            return True
+        scheduled = scheduled_tokens.get(request.request_id, 0)
+        valid = min(request.num_computed_tokens + scheduled, request.num_tokens)
+        if tracked.account.is_closed_at(valid):
+            return False
         self._advance(tracked, valid, None)
+        return True
 
     def _advance(self, tracked: Tracked, valid: int, table: Sequence[int] | None) -> None:
         account = tracked.account
