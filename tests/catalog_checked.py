@@ -24,6 +24,10 @@ class CheckedCatalog:
             reservation_steps=catalog.reservation_steps,
             max_reservations=catalog.max_reservations,
         )
+        self.sizes = {
+            namespace: [index.object_bytes for index in group]
+            for namespace, group in catalog.space.indexes.items()
+        }
         self.now = 0.0
         self.steps: dict[str, int] = {}
 
@@ -35,6 +39,7 @@ class CheckedCatalog:
         return self.now
 
     def attach(self, engine: str, namespace: NamespaceId, world: int) -> None:
+        self.catalog.open_namespace(namespace, self.sizes[namespace])  # it may be forgotten
         self.catalog.attach_engine(engine, namespace, world)
         self.spec.attach(engine, namespace, world)
         self.steps.setdefault(engine, 0)

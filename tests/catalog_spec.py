@@ -235,6 +235,12 @@ class Spec:
             self.remove(victims[0])
             self.evicted[victims[0]] = now
             left.discard(victims[0])
+        self.forget_void()
+
+    def forget_void(self) -> None:
+        """A namespace that nobody works in and that holds nothing leaves no memory of it."""
+        alive = {e.namespace for e in self.engines.values()} | {key[0] for key in self.objects}
+        self.evicted = {key: when for key, when in self.evicted.items() if key[0] in alive}
 
     def require_needed(self, before: int, placed: int, gone: set[Key]) -> None:
         if self.slots is not None:
@@ -337,6 +343,7 @@ class Spec:
 
     def attach(self, engine: str, namespace: NamespaceId, world: int) -> None:
         self.engines[engine] = Engine(namespace, world)
+        self.forget_void()
 
     def let_go(self, engine: str, rank: int) -> None:
         """The rank does not write what was aborted before."""
@@ -358,6 +365,7 @@ class Spec:
         self.drop(engine, None, answer)
         self.writers = {n: w for n, w in self.writers.items() if w.engine != engine}
         del self.engines[engine]
+        self.forget_void()
 
     def clear(self, namespace: NamespaceId | None, answer: int) -> None:
         def meant(key: Key) -> bool:
@@ -368,6 +376,7 @@ class Spec:
             self.remove(leaves[0].key)
             dropped += 1
         self.evicted = {k: v for k, v in self.evicted.items() if not meant(k)}
+        self.forget_void()
         require(answer == dropped, f"{answer} dropped, not {dropped}")
 
 

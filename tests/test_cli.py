@@ -49,6 +49,8 @@ def test_no_arguments_show_help() -> None:
         (["--memory", "900TiB"], "give less"),
         (["--memory", "64MiB", "--http", "nonsense"], "--http"),
         (["--memory", "64MiB", "--group", "no-such-group"], "--group"),
+        (["--memory", "9" * 5000], "is not a size"),
+        (["--memory", "64MiB", "--http", f"{'ü' * 70}.example:1"], "not a host name"),
         (["--memory", "64MiB", "--config", "/no/such/file"], "--config"),
         (["--memory", "64MiB", "--namespace-floor", "2"], "--namespace-floor"),
         (["--memory", "64MiB", "--socket", "/proc/kvledger/x.sock"], "cannot create the directory"),
@@ -230,6 +232,57 @@ def test_explain(server: StartServer) -> None:
         assert word in shown
     assert "No engine" in run("explain", "other", "--socket", running.socket_path).stdout
     assert workers
+
+
+def test_texts_from_the_wire_do_not_steer_the_terminal(server: StartServer) -> None:
+    running = server()
+    request = "chatcmpl-[/b]:smile:\x1b[31m\x1b]0;title\x07"
+    fields = {"weights.digest": "w", "display.model": request}
+    scheduler, workers = attach(running.socket_path, "engine-[/b]\x1b", scheduler_fields=fields)
+    scheduler.ask(
+        Report,
+        request=request,
+        tokens=16,
+        chunk_tokens=16,
+        local_tokens=0,
+        external_tokens=0,
+        miss="[/miss]\x1b",
+        fates=[("stored", 1)],
+        dropped={},
+        imbalance="[/imbalance]\x1b",
+    )
+    shown = run("explain", "--socket", running.socket_path)
+    for text in ("chatcmpl-[/b]:smile:\ufffd[31m", "[/miss]", "[/imbalance]", "engine-[/b]"):
+        assert text in shown.stdout, shown.stderr
+    status = run("status", "--socket", running.socket_path)
+    assert "chatcmpl-[/b]:smile:\ufffd[31m" in status.stdout, status.stderr
+    nothing = run("explain", "[/none]", "--socket", running.socket_path)
+    assert "[/none]" in nothing.stdout
+    for done in (shown, status, nothing):
+        assert done.returncode == 0
+        assert "\x1b" not in done.stdout + done.stderr
+        assert "\x07" not in done.stdout + done.stderr
+    assert workers
+
+
+def test_a_zero_byte_in_a_file_of_options_is_one_sentence(tmp_path: Path) -> None:
+    config = tmp_path / "kvledger.toml"
+    config.write_text('memory = "32MiB"\ngroup = "a\\u0000b"\n')
+    done = run("serve", "--config", str(config), "--socket", str(tmp_path / "s.sock"))
+    assert done.returncode == 2
+    assert "--group" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_directory_that_became_a_file_does_not_keep_it_from_ending(
+    server: StartServer, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    running = server(socket_path=str(directory / "s.sock"))
+    directory.rename(tmp_path / "moved")
+    directory.write_text("")
+    assert running.terminate() == 0
+    assert "Traceback" not in running.log()
 
 
 def test_sigterm_ends_it_in_good_order(server: StartServer) -> None:

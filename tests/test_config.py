@@ -39,7 +39,23 @@ def test_sizes(text: str, size_bytes: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "8G", "8 gigs", "-1GiB", "0", "0GiB", "1e9", "nan", "8GiBx", "0x10", "99PB"]
+    "text",
+    [
+        "",
+        "GiB",
+        "8G",
+        "8 gigs",
+        "-1GiB",
+        "0",
+        "0GiB",
+        "1e9",
+        "nan",
+        "8GiBx",
+        "0x10",
+        "99PB",
+        "9" * 5000,
+        "1." + "0" * 5000 + "GiB",
+    ],
 )
 def test_bad_sizes_name_the_option_and_a_remedy(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"--memory .*(write|check)"):
@@ -59,7 +75,10 @@ def test_http() -> None:
     assert parse_http("off") is None
 
 
-@pytest.mark.parametrize("text", ["", "9470", ":9470", "localhost", "host:", "host:x", "h:65536"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "9470", ":9470", "localhost", "host:", "host:x", "h:65536", "h:" + "9" * 5000, "a\0b:1"],
+)
 def test_bad_http(text: str) -> None:
     with pytest.raises(ConfigurationError, match="--http"):
         parse_http(text)
@@ -90,6 +109,10 @@ def test_defaults() -> None:
         ("memory = true", "memory is a bool; write a str or int"),
         ("socket = 1", "socket is a int"),
         ("memory = ", "not valid TOML"),
+        (f"memory = {'9' * 5000}", "not valid TOML"),
+        (f"memory = {'[' * 100_000}", "not valid TOML"),
+        (f"memory = 0x{'f' * 5000}", "beyond any machine"),
+        (f"namespace_floor = {'9' * 400}", "beyond any machine"),
     ],
 )
 def test_bad_documents(text: str, expected: str) -> None:
@@ -110,6 +133,7 @@ def test_integer_memory_in_a_file_is_bytes() -> None:
         ({"memory": "15MiB"}, "at least 16MiB"),
         ({"memory": "1GiB", "socket": "/" + "x" * 107}, "at most 107"),
         ({"memory": "1GiB", "socket": ""}, "--socket"),
+        ({"memory": "1GiB", "socket": "/tmp/\udcff.sock"}, "--socket"),
         ({"memory": "1GiB", "namespace_floor": 0.6}, "--namespace-floor"),
     ],
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import os
 import socket
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from conversation import attach, names
 from kvledger.client import Client
 from kvledger.protocol import Chain, Commit, Match, Report, Reserve, Settled
+from kvledger.server.http_connection import MAX_CONNECTIONS, PATIENCE_SECONDS
 from kvledger.server.http_thread import HttpThread
 from kvledger.server.status import StatusDocument
 from servers import RunningServer, StartServer, wait_until
@@ -119,6 +122,63 @@ def test_unbalanced_accounts_are_shown_only_once_somebody_reports(running: Runni
     assert found["kvledger_unbalanced_accounts_total", ""] == 0
     assert found["kvledger_chunk_fates_total", "stored"] == 4
     assert workers
+
+
+def address_of(running: RunningServer) -> tuple[str, int]:
+    address = urllib.parse.urlparse(running.http)
+    assert address.hostname is not None
+    assert address.port is not None
+    return address.hostname, address.port
+
+
+def files_of(running: RunningServer) -> int:
+    return len(os.listdir(f"/proc/{running.process.pid}/fd"))
+
+
+def test_idle_peers_keep_neither_health_nor_engines_out(running: RunningServer) -> None:
+    assert get(running, "/healthz")[0] == 200
+    before = files_of(running)
+    idle = []
+    for number in range(700):
+        peer = socket.create_connection(address_of(running), timeout=10)
+        if number % 2:
+            peer.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n")
+        idle.append(peer)
+    wait_until(lambda: files_of(running) <= before + MAX_CONNECTIONS)
+    assert get(running, "/healthz")[0] == 200
+    assert attach(running.socket_path)
+    begin = time.monotonic()
+    wait_until(lambda: files_of(running) <= before + 4, 10 * PATIENCE_SECONDS)
+    assert time.monotonic() - begin < 10 * PATIENCE_SECONDS
+    for peer in idle:
+        peer.close()
+    assert "Traceback" not in running.log()
+
+
+def test_who_does_not_read_is_closed(running: RunningServer) -> None:
+    assert get(running, "/healthz")[0] == 200
+    before = files_of(running)
+    peers = []
+    for _ in range(4):
+        peer = socket.create_connection(address_of(running), timeout=10)
+        peer.setblocking(False)
+        with contextlib.suppress(OSError):
+            peer.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)
+        peers.append(peer)
+    wait_until(lambda: files_of(running) >= before + 4)
+    wait_until(lambda: files_of(running) <= before, 10 * PATIENCE_SECONDS)
+    assert get(running, "/healthz")[0] == 200
+    for peer in peers:
+        peer.close()
+    assert "Traceback" not in running.log()
+
+
+def test_a_patient_peer_may_ask_again_and_again(running: RunningServer) -> None:
+    connection = http.client.HTTPConnection(*address_of(running), timeout=10)
+    for _ in range(300):
+        connection.request("GET", "/healthz")
+        assert connection.getresponse().read()
+    connection.close()
 
 
 @pytest.fixture

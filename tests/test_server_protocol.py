@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from conversation import Talker, attach, hello, names
-from kvledger.client import Client
-from kvledger.errors import ServerUnavailableError
+from kvledger.client import Client, Connection
+from kvledger.errors import RefusedError, ServerUnavailableError
 from kvledger.protocol import (
     MAX_FRAME_BYTES,
     Commit,
@@ -33,7 +33,7 @@ from kvledger.protocol import (
     decode_reply,
     encode,
 )
-from kvledger.server.daemon import MAX_SESSIONS
+from kvledger.server.session import MAX_CLIENTS, MAX_SESSIONS
 from servers import RunningServer, StartServer, wait_until
 
 
@@ -277,5 +277,26 @@ def can_connect(running: RunningServer) -> bool:
     try:
         still_serves(running)
     except ServerUnavailableError:
+        return False
+    return True
+
+
+def test_clients_leave_half_of_the_sessions_to_engines(running: RunningServer) -> None:
+    clients = [
+        Connection.open(running.socket_path, hello("", Role.CLIENT)) for _ in range(MAX_CLIENTS)
+    ]
+    with pytest.raises(RefusedError) as caught:
+        Connection.open(running.socket_path, hello("", Role.CLIENT))
+    assert caught.value.code == ErrorCode.LIMIT_REACHED
+    assert attach(running.socket_path)
+    for client in clients:
+        client.close()
+    wait_until(lambda: is_admitted(running.socket_path))
+
+
+def is_admitted(socket_path: str) -> bool:
+    try:
+        Connection.open(socket_path, hello("", Role.CLIENT)).close()
+    except RefusedError:
         return False
     return True

@@ -331,3 +331,23 @@ def test_an_entry_costs_what_is_said(entries: int, length: int) -> None:
     print(f"chains of {length}: {measured:.0f} bytes an entry")
     assert measured <= ENTRY_COST_BYTES
     assert length > 1 or measured > 0.85 * ENTRY_COST_BYTES, "the constant can be smaller now"
+
+
+def test_past_epochs_are_forgotten_once_they_hold_nothing() -> None:
+    """Each update of an engine's weights opens a namespace; evictions must not look at them all."""
+    books = Books()
+    space = books.catalog.space
+    for epoch in range(20):
+        namespace = NamespaceId(f"epoch {epoch}")
+        books.catalog.open_namespace(namespace, [OBJECT_BYTES])
+        books.catalog.drop_engine("e")
+        books.catalog.attach_engine("e", namespace, 1)
+        books.catalog.attach_engine("e", namespace, 1)  # again: it is still in use
+        assert namespace in space.indexes
+    assert [n for n in space.indexes if n.startswith("epoch")] == ["epoch 19"]
+    books.store("e", names("kept", 2))
+    books.catalog.drop_engine("e")
+    books.catalog.attach_engine("e", ONE, 1)
+    assert NamespaceId("epoch 19") in space.indexes, "it holds two objects"
+    books.catalog.clear(NamespaceId("epoch 19"))
+    assert NamespaceId("epoch 19") not in space.indexes

@@ -97,14 +97,14 @@ class Catalog:
     def attach_engine(self, engine: str, namespace: NamespaceId, world_size: int) -> None:
         """From now on the engine works in this namespace. It must hold nothing in another."""
         books = self.engines.get(engine)
+        if books is not None and (books.leases or books.open):
+            raise ValueError(f"engine {engine} must be dropped before it changes its namespace")
+        self.space.attach(namespace)
         if books is None:
             self.engines[engine] = EngineBooks(namespace, world_size)
-        elif books.leases or books.open:
-            raise ValueError(f"engine {engine} must be dropped before it changes its namespace")
         else:
-            self.space.detach(books.namespace)
+            self.space.detach(books.namespace)  # after attach: it may be the same one
             books.namespace, books.world_size = namespace, world_size
-        self.space.attach(namespace)
 
     # ------------------------------------------------------------ reading
 

@@ -37,7 +37,7 @@ _UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,32}(?:\.[0-9]{1,32})?)\s*([a-z]*)", re.IGNORECASE)
 _KEYS: dict[str, tuple[type, ...]] = {
     "memory": (str, int),
     "socket": (str,),
@@ -102,7 +102,7 @@ def parse_size(text: str, *, option: str) -> int:
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise ConfigurationError(
-            f"{option} {text!r} is not a size; write a positive number and a unit, "
+            f"{option} {text!r:.60} is not a size; write a positive number and a unit, "
             "such as 8GiB, 512MiB or 20MB"
         )
     size_bytes = int(Fraction(match[1]) * unit)
@@ -131,10 +131,11 @@ def parse_http(text: str) -> HttpAddress | None:
         return None
     host, separator, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    valid_port = port.isascii() and port.isdecimal() and int(port) < 1 << 16
-    if not (separator and host and valid_port):
+    valid_port = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) < 1 << 16
+    if not (separator and host and host.isprintable() and valid_port):
         raise ConfigurationError(
-            f"--http {text!r} is not an address; write host:port such as {DEFAULT_HTTP}, or off"
+            f"--http {text!r:.300} is not an address; "
+            f"write host:port such as {DEFAULT_HTTP}, or off"
         )
     return HttpAddress(host=host, port=int(port))
 
@@ -148,20 +149,22 @@ def parse_document(text: str, *, source: str) -> dict[str, str | int | float]:
     """
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers of any length, nesting of any depth
         raise ConfigurationError(f"{source} is not valid TOML: {error}") from error
     options: dict[str, str | int | float] = {}
     for key, value in document.items():
         if key not in _KEYS:
             near = difflib.get_close_matches(key.replace("-", "_"), _KEYS, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(_KEYS)}"
-            raise ConfigurationError(f"{source}: unknown key {key!r}; {hint}")
+            raise ConfigurationError(f"{source}: unknown key {key!r:.60}; {hint}")
         right_kind = isinstance(value, _KEYS[key]) and not isinstance(value, bool)
         if not (right_kind and isinstance(value, str | int | float)):
             wanted = " or ".join(kind.__name__ for kind in _KEYS[key])
             raise ConfigurationError(
                 f"{source}: {key} is a {type(value).__name__}; write a {wanted}"
             )
+        if isinstance(value, int) and abs(value) > MAX_MEMORY_BYTES:
+            raise ConfigurationError(f"{source}: {key} is beyond any machine; write a smaller one")
         options[key] = value
     return options
 
@@ -215,6 +218,12 @@ def make_config(
 def _checked_socket_path(path: str) -> str:
     if not path or "\0" in path:
         raise ConfigurationError(f"--socket {path!r} is not a path; write an absolute path")
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f"--socket {path!r} is not UTF-8; choose a path that can be shown"
+        ) from error
     absolute = os.path.abspath(path)
     length = len(os.fsencode(absolute))
     if length > MAX_SOCKET_PATH_BYTES:

@@ -190,7 +190,11 @@ class Connection:
         del self._outgoing[: self._write(self._outgoing)]
 
     def _read(self) -> bytes:
-        """What is there now, up to a bound; notices the end of the stream."""
+        """What is there now, up to a bound; notices the end of the stream.
+
+        Reads on after a short piece: the end of the stream, or a word that ends our claim on a
+        slot, may stand right behind it, and whoever has copied a slot relies on seeing it.
+        """
         pieces: list[bytes] = []
         length = 0
         while length < MAX_READ_BYTES:
@@ -205,8 +209,6 @@ class Connection:
                 break
             pieces.append(piece)
             length += len(piece)
-            if len(piece) < READ_BYTES:
-                break
         return b"".join(pieces)
 
     def _decode(self, data: bytes) -> list[Reply]:

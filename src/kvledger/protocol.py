@@ -36,6 +36,11 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 8 << 20
 """131,072 names of 32 bytes and room to spare: a prompt of two million tokens at block 16."""
 
+MAX_REPORT_TEXT = 256
+"""Characters of each text in a Report."""
+MAX_REPORT_RUNS = 4096
+"""Run lengths in a Report: fates and dropped together."""
+
 PUSH_ID = 0
 _LENGTH = struct.Struct("<I")
 
@@ -173,6 +178,9 @@ class Abort(Message, frozen=True, kw_only=True):
 
 class Report(Message, frozen=True, kw_only=True):
     """The closed account of one request, from the engine's scheduler.
+
+    Texts have at most :data:`MAX_REPORT_TEXT` characters; longer ones are cut. There are at most
+    :data:`MAX_REPORT_RUNS` run lengths: in a longer account those at its end are merged by fate.
 
     Attributes:
         request: the engine's id of the request.

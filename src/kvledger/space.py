@@ -90,6 +90,15 @@ class Space:
         self.attached[namespace] -= 1
         if not self.attached[namespace]:
             del self.attached[namespace]
+            self._forget_if_void(namespace)
+
+    def _forget_if_void(self, namespace: NamespaceId) -> None:
+        """Drop a namespace that nobody works in and that holds nothing: each update of an engine's
+        weights leaves one behind, and every eviction looks at all of them."""
+        group = self.indexes.get(namespace, [])
+        if namespace not in self.attached and not any(index.entries for index in group):
+            self.total_ghosts -= sum(len(index.ghosts) for index in group)
+            self.indexes.pop(namespace, None)
 
     def all_indexes(self) -> Iterator[GroupIndex]:
         return (index for group in self.indexes.values() for index in group)
@@ -136,12 +145,16 @@ class Space:
             entry.parent = None
         if free_slot:
             self.slots.free(entry.offset)
+        if not index.entries:
+            self._forget_if_void(index.namespace)
 
     def evict(self, entry: Entry, now: float) -> None:
         """Remove a leaf to make room, and remember its name."""
         self.remove(entry)
         self.evicted += 1
         index = entry.index
+        if index.namespace not in self.indexes:
+            return
         if len(index.leaves) > 2 * len(index.entries) + LEAF_SLACK:
             index.leaves.compact()
         index.ghosts[entry.name] = now

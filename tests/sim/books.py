@@ -214,10 +214,12 @@ class World:
 
         def is_attached() -> bool:
             self.nudge(engine)
-            return bool(self.status_of(engine).get("namespace"))
+            namespace = self.status_of(engine).get("namespace")
+            workers = [rank.connector.worker for rank in engine.workers.ranks]
+            heard = [engine.connector.scheduler.namespace, *(w._namespace for w in workers)]
+            return bool(namespace) and all(name == namespace for name in heard)
 
         wait_until(is_attached, "the engine attaches to the server")
-        self.nudge(engine)
 
     def nudge(self, engine: SimulatedEngine) -> None:
         """Give the engine a few steps in which it can hear what the server has said."""

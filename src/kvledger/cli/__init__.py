@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -34,11 +34,16 @@ def main() -> None:
     try:
         app(prog_name="kvledger")
     except ConfigurationError as error:
-        print(f"kvledger: {error}", file=sys.stderr)
-        sys.exit(2)
+        _fail(error, 2)
     except KVLedgerError as error:
-        print(f"kvledger: {error}", file=sys.stderr)
-        sys.exit(1)
+        _fail(error, 1)
+
+
+def _fail(error: KVLedgerError, code: int) -> NoReturn:
+    from kvledger.cli.terminal import printable
+
+    print(f"kvledger: {printable(str(error))}", file=sys.stderr)
+    sys.exit(code)
 
 
 def _print_version(wanted: bool) -> None:

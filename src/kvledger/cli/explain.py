@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from kvledger.cli.terminal import make_console, printable_document
 from kvledger.client import Client
 from kvledger.reasons import EXPLANATIONS, Reason
 
@@ -26,13 +26,13 @@ def run_explain(socket: str | None, request: str, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(accounts, indent=2))
         return
-    console = Console()
+    console = make_console()
     if not accounts:
         wanted = f"beginning with {request!r}" if request else "at all"
         console.print(f"No engine has reported a request {wanted} lately.")
         return
     for account in accounts[:MAX_SHOWN]:
-        console.print(_table(account))
+        console.print(_table(printable_document(account)))
     if len(accounts) > MAX_SHOWN:
         console.print(f"{len(accounts) - MAX_SHOWN} older ones are not shown; --json shows all.")
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from kvledger.cli.terminal import make_console, printable_document
 from kvledger.client import Client
 from kvledger.config import format_size
 from kvledger.reasons import EXPLANATIONS, Reason
@@ -28,8 +28,8 @@ def run_status(socket: str | None, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(document, indent=2))
         return
-    console = Console()
-    for table in _tables(document):
+    console = make_console()
+    for table in _tables(printable_document(document)):
         console.print(table)
 
 

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvledger.server.http_connection import BoundedConnection
 from kvledger.server.metrics import CONTENT_TYPE, render_metrics
 from kvledger.server.status import StatusDocument
 
@@ -144,13 +145,13 @@ def serve_http(listener: socket.socket, source: SnapshotSource, stop_fd: int) ->
     """
     config = uvicorn.Config(
         make_application(source),
+        http=BoundedConnection,
         log_config=None,
         log_level="warning",
         access_log=False,
         lifespan="off",
         date_header=False,
         server_header=False,
-        limit_concurrency=64,
         timeout_graceful_shutdown=1,
         ws="none",
     )

@@ -147,6 +147,8 @@ class Attachments:
             self._detach_all(engine, f"{process} has lost its connection")
         elif engine.id not in self._catalog.engines:
             self._remove(process)
+            return
+        self._forget_if_gone(engine)
 
     def settle(self, settlements: Iterable[Settlement]) -> None:
         """Tell the schedulers concerned; sent by :meth:`send_pushes`."""
@@ -264,6 +266,18 @@ class Attachments:
         if not engine.processes:
             self._catalog.forget_engine(engine.id)
 
+    def _forget_if_gone(self, engine: Engine) -> None:
+        """Forget an engine that has left, though its processes live on (a notebook's, say).
+
+        While a rank may still be writing, it is kept until that rank returns or ends.
+        """
+        books = self._catalog.engines.get(engine.id)
+        if engine.attached() or (books is not None and books.quarantine):
+            return
+        for process in list(engine.processes.values()):
+            self._remove(process)
+        self._catalog.forget_engine(engine.id)
+
     def _remove(self, process: Process) -> None:
         """Forget one process, and its engine with the last one."""
         engine = process.engine
@@ -275,13 +289,20 @@ class Attachments:
         self._close_quietly(process)
 
     def _close_namespace(self, engine: Engine, reason: str) -> None:
-        """Drop what the engine holds; its connections stay. Workers are told first."""
+        """Drop what the engine holds; its connections stay. Workers are told first.
+
+        A worker that cannot be told at once loses its connection, because nothing may be dropped
+        before it can know: it relies on that after each copy.
+        """
         if engine.namespace is None:
             return
         engine.namespace = None
-        for worker in engine.workers():
-            if worker.session is not None:
-                worker.session.send(Closed(id=PUSH_ID, reason=reason))
+        for worker in list(engine.workers()):  # telling one may find that it has ended
+            session = worker.session
+            if session is not None:
+                session.send(Closed(id=PUSH_ID, reason=reason))
+                if session.has_backlog:
+                    session.close()
         self.settle(self._catalog.drop_engine(engine.id))
 
     def _detach_all(self, engine: Engine, reason: str) -> None:

@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable
 
-import msgspec
 import uvloop
 
 from kvledger import __version__
@@ -27,18 +26,18 @@ from kvledger.server.growth import Growth
 from kvledger.server.http_thread import HttpThread
 from kvledger.server.machine import read_memory
 from kvledger.server.service import Service
-from kvledger.server.session import Session
-from kvledger.server.status import StatusDocument, StatusSources
+from kvledger.server.session import MAX_SESSIONS, Session
+from kvledger.server.status import StatusDocument, StatusSources, encode_document
 
 logger = logging.getLogger(__name__)
 
-MAX_SESSIONS = 1024
 HELLO_DEADLINE_SECONDS = 10.0
 DRAIN_SECONDS = 5.0
 DRAIN_POLL_SECONDS = 0.02
 ACCEPT_RETRY_SECONDS = 1.0
 FILES_PER_SESSION = 2
-SPARE_FILES = 128
+SPARE_FILES = 256
+"""128 for HTTP, the rest for ourselves."""
 YOUNG_OBJECTS = 2000
 """A young collection looks at this many objects: a tenth of a millisecond."""
 
@@ -97,7 +96,7 @@ class Daemon:
             arena=self._arena,
             catalog=catalog,
             loop=loop,
-            status_document=lambda: msgspec.json.encode(self._document()),
+            status_document=lambda: encode_document(self._document()),
         )
         self._growth = Growth(self._arena, lambda: _post(loop, catalog.add_page), read=read_memory)
         self._status = StatusSources(

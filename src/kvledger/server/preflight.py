@@ -47,7 +47,7 @@ def group_id(config: ServerConfig) -> int | None:
         return None
     try:
         return grp.getgrnam(config.group).gr_gid
-    except KeyError as error:
+    except (KeyError, ValueError) as error:  # ValueError: a zero byte
         raise ConfigurationError(
             f"--group {config.group!r} does not exist; create it, or name an existing group"
         ) from error
@@ -65,7 +65,7 @@ class Endpoint:
     def stop_listening(self) -> None:
         """Close the socket, and remove its file if it is still ours. Idempotent."""
         self.listener.close()
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # gone, or its directory is: nothing to remove
             if os.stat(self.path, follow_symlinks=False).st_ino == self.inode:
                 os.unlink(self.path)
 
@@ -104,10 +104,10 @@ def open_http(address: HttpAddress) -> socket.socket:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         return socket.create_server((address.host, address.port), family=family)
-    except OSError as error:
+    except (OSError, TypeError, ValueError) as error:  # no OSError: no host can have that name
+        why = error.strerror if isinstance(error, OSError) else "not a host name"
         raise ConfigurationError(
-            f"--http {address} cannot be used ({error.strerror}); "
-            "choose another address, or --http off"
+            f"--http {address} cannot be used ({why}); choose another address, or --http off"
         ) from error
 
 

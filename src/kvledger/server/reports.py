@@ -7,14 +7,19 @@ from collections import Counter, deque
 import msgspec
 
 from kvledger.errors import RefusedError
-from kvledger.protocol import ErrorCode, Report
+from kvledger.fates import Fate
+from kvledger.protocol import MAX_REPORT_RUNS, MAX_REPORT_TEXT, ErrorCode, Report
+from kvledger.reasons import Reason
 
 MAX_REPORTS = 1024
 MAX_RUNS = 1 << 16
 """Run lengths kept over all reports: some megabytes."""
-MAX_RUNS_OF_ONE = 1 << 13
-MAX_WORDS = 256
-"""Different fates counted: all there are, many times over."""
+MAX_COUNT = 1 << 32
+"""Tokens of a request. Sums of as many as this stay within the 64 bits of a document."""
+MAX_DOCUMENT_BYTES = 4 << 20
+"""Accounts in one answer: half a frame."""
+WORDS = frozenset(map(str, Fate)) | {f"{Fate.SKIPPED}:{reason}" for reason in Reason}
+"""All fates there are."""
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,9 +39,9 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Accounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to Explain: the newest account first."""
+    """Answer to Explain: each an :class:`Account` in JSON, the newest first."""
 
-    accounts: list[Account]
+    accounts: list[msgspec.Raw]
 
 
 class Reports:
@@ -62,45 +67,74 @@ class Reports:
         """Count a report and keep it among the latest.
 
         Raises:
-            RefusedError: it is larger than any real one; nothing has changed.
+            RefusedError: it cannot be a real one; nothing has changed.
         """
-        if len(report.fates) + len(report.dropped) > MAX_RUNS_OF_ONE:
-            raise RefusedError(
-                ErrorCode.LIMIT_REACHED, f"a report has at most {MAX_RUNS_OF_ONE} run lengths"
-            )
+        _check(report)
+        report = msgspec.structs.replace(
+            report,
+            request=report.request[:MAX_REPORT_TEXT],
+            miss=report.miss[:MAX_REPORT_TEXT],
+            imbalance=report.imbalance[:MAX_REPORT_TEXT],
+        )
         self.received += 1
         self.unbalanced += bool(report.imbalance)
         self.tokens += report.tokens
         self.local_tokens += report.local_tokens
         self.external_tokens += report.external_tokens
         for fate, chunks in report.fates:
-            if fate in self.fates or len(self.fates) < MAX_WORDS:
-                self.fates[fate] += chunks
+            self.fates[fate] += chunks
         self._latest.append((engine, now, report))
         self._runs += _runs_of(report)
         while len(self._latest) > MAX_REPORTS or self._runs > MAX_RUNS:
             self._runs -= _runs_of(self._latest.popleft()[2])
 
     def latest(self, request: str, now: float) -> Accounts:
-        """Accounts of requests whose id begins with ``request``, the newest first."""
-        return Accounts(
-            accounts=[
-                Account(
-                    engine=engine,
-                    age_seconds=round(now - came, 3),
-                    request=report.request,
-                    tokens=report.tokens,
-                    chunk_tokens=report.chunk_tokens,
-                    local_tokens=report.local_tokens,
-                    external_tokens=report.external_tokens,
-                    miss=report.miss,
-                    fates=report.fates,
-                    dropped=report.dropped,
-                    imbalance=report.imbalance,
-                )
-                for engine, came, report in reversed(self._latest)
-                if report.request.startswith(request)
-            ]
+        """Accounts of requests whose id begins with ``request``: the newest that fit."""
+        wanted = request[:MAX_REPORT_TEXT]
+        accounts: list[msgspec.Raw] = []
+        left_bytes = MAX_DOCUMENT_BYTES
+        for engine, came, report in reversed(self._latest):
+            if not report.request.startswith(wanted):
+                continue
+            account = msgspec.json.encode(_account(engine, now - came, report))
+            left_bytes -= len(account)
+            if left_bytes < 0:
+                break
+            accounts.append(msgspec.Raw(account))
+        return Accounts(accounts=accounts)
+
+
+def _account(engine: str, age_seconds: float, report: Report) -> Account:
+    return Account(
+        engine=engine,
+        age_seconds=round(age_seconds, 3),
+        request=report.request,
+        tokens=report.tokens,
+        chunk_tokens=report.chunk_tokens,
+        local_tokens=report.local_tokens,
+        external_tokens=report.external_tokens,
+        miss=report.miss,
+        fates=report.fates,
+        dropped=report.dropped,
+        imbalance=report.imbalance,
+    )
+
+
+def _check(report: Report) -> None:
+    """Raises RefusedError for a report that no engine of this version makes."""
+    if len(report.fates) + len(report.dropped) > MAX_REPORT_RUNS:
+        raise RefusedError(
+            ErrorCode.LIMIT_REACHED, f"a report has at most {MAX_REPORT_RUNS} run lengths"
+        )
+    runs = [*report.fates, *report.dropped.items()]
+    for word, _ in runs:
+        if word not in WORDS:
+            raise RefusedError(ErrorCode.BAD_MESSAGE, f"{word[:MAX_REPORT_TEXT]!r} is no fate")
+    chunks = [count for _, count in runs]
+    tokens = [report.tokens, report.chunk_tokens, report.local_tokens, report.external_tokens]
+    if min(chunks + tokens) < 0 or max([sum(chunks), *tokens]) > MAX_COUNT:
+        raise RefusedError(
+            ErrorCode.OUT_OF_RANGE, f"numbers in a report lie between 0 and {MAX_COUNT}"
         )
 
 

@@ -55,12 +55,14 @@ from kvledger.reasons import Reason
 from kvledger.server.attachments import Attachments
 from kvledger.server.engines import Engine, Process
 from kvledger.server.reports import Reports
-from kvledger.server.session import Session
+from kvledger.server.session import MAX_CLIENTS, Session
 
 logger = logging.getLogger(__name__)
 
 MAX_NAMES = MAX_FRAME_BYTES // (2 * NAME_BYTES)
 """Half a frame of names: two million tokens at block 16."""
+MAX_ITEMS = 65_536
+"""Chains, leases or reservations in one message: beyond any batch, and some 50 ms of the loop."""
 
 
 class Service:
@@ -127,6 +129,8 @@ class Service:
             return
         try:
             if request.role is Role.CLIENT:
+                if sum(other.is_client for other in self.sessions) >= MAX_CLIENTS:
+                    raise RefusedError(ErrorCode.LIMIT_REACHED, f"{MAX_CLIENTS} clients are here")
                 session.is_client = True
                 generation, descriptor = 0, None
             else:
@@ -163,6 +167,7 @@ class Service:
             case Release():
                 engine = _process(session, Role.SCHEDULER).engine
                 if engine.id in self.catalog.engines:
+                    _check_items(len(request.leases))
                     self.catalog.release(engine.id, request.leases)
                 return Done(id=request.id)
             case Abort():
@@ -216,6 +221,7 @@ class Service:
     def _reserve(self, engine: Engine, request: Reserve) -> Reply:
         self._refuse_if_draining()
         _check_group(engine, request.group)
+        _check_items(len(request.chains))
         _check_names(sum(_count_chain(chain) for chain in request.chains))
         results, expired = self.catalog.reserve(
             engine.id, request.group, request.step, request.chains, time.monotonic()
@@ -236,7 +242,7 @@ class Service:
         worker = _process(session, Role.WORKER)
         if worker.engine.id in self.catalog.engines:
             settlements = self.catalog.commit(
-                worker.engine.id, worker.rank, unpack_u64(request.reservations), time.monotonic()
+                worker.engine.id, worker.rank, _numbers(request.reservations), time.monotonic()
             )
             self.attachments.settle(settlements)
         return Done(id=request.id)
@@ -247,7 +253,7 @@ class Service:
         rank = process.rank if process.role is Role.WORKER else None
         if process.engine.id in self.catalog.engines:
             settlements = self.catalog.abort(
-                process.engine.id, rank, unpack_u64(request.reservations), reason
+                process.engine.id, rank, _numbers(request.reservations), reason
             )
             self.attachments.settle(settlements)
         return Done(id=request.id)
@@ -295,6 +301,19 @@ def _check_group(engine: Engine, group: int) -> None:
             ErrorCode.OUT_OF_RANGE,
             f"the engine has KV-cache groups 0 to {len(engine.object_bytes) - 1}, not {group}",
         )
+
+
+def _check_items(items: int) -> None:
+    if items > MAX_ITEMS:
+        raise RefusedError(
+            ErrorCode.LIMIT_REACHED, f"one message has at most {MAX_ITEMS} items, not {items}"
+        )
+
+
+def _numbers(packed: bytes) -> list[int]:
+    """Reservation ids of one message."""
+    _check_items(len(packed) // 8)
+    return unpack_u64(packed)
 
 
 def _check_names(names: int) -> None:

@@ -32,6 +32,9 @@ from kvledger.server.peers import Peer
 
 logger = logging.getLogger(__name__)
 
+MAX_SESSIONS = 1024
+MAX_CLIENTS = MAX_SESSIONS // 2
+"""The other half is for engines."""
 READ_BYTES = 256 << 10
 MAX_OUTGOING_BYTES = 16 << 20
 """A process that lets so much pile up has stopped reading."""
@@ -40,7 +43,6 @@ MAX_GREETING_BYTES = 64 << 10
 SLICE_SECONDS = 0.001
 FLUSH_SECONDS = 2.0
 """A closing session's last words are kept for a peer that does not read for at most this long."""
-MAX_DESCRIPTORS = 4
 
 
 class SessionOwner(Protocol):
@@ -83,7 +85,7 @@ class Session:
         self._frames = FrameBuffer()
         self._greeting_bytes = 0
         self._payloads: deque[bytes] = deque()
-        self._descriptors: list[int] = []
+        self._descriptor: int | None = None
         self._outgoing = bytearray()
         self._closing = False
         self._reading = True
@@ -97,16 +99,21 @@ class Session:
         """Whether Hello has been accepted."""
         return self.is_client or self.process is not None
 
+    @property
+    def has_backlog(self) -> bool:
+        """Whether something sent has not been taken by the kernel yet."""
+        return bool(self._outgoing)
+
     # ------------------------------------------------------------ for the owner
 
     def take_descriptor(self) -> int | None:
-        """The file descriptor that came with Hello, now the caller's; all others are closed."""
-        taken = self._descriptors.pop(0) if self._descriptors else None
-        self._close_descriptors()
+        """The file descriptor that came with Hello, now the caller's; None if none did."""
+        taken, self._descriptor = self._descriptor, None
         return taken
 
     def introduce(self) -> None:
         """Hello has been accepted: no deadline any more, and no descriptors are taken."""
+        self._close_descriptor()
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -163,7 +170,7 @@ class Session:
             self._loop.remove_writer(self._fd)
             self._outgoing = bytearray()
         self._payloads.clear()
-        self._close_descriptors()
+        self._close_descriptor()
         self._connection.close()
         self._owner.session_closed(self)
 
@@ -206,15 +213,17 @@ class Session:
             if self.introduced:
                 return self._connection.recv(READ_BYTES)
             data, descriptors, _, _ = socket.recv_fds(
-                self._connection, MAX_GREETING_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                self._connection, MAX_GREETING_BYTES, 1, socket.MSG_CMSG_CLOEXEC
             )
         except (BlockingIOError, InterruptedError):
             return None
         except OSError:
             return b""  # reset by the peer: the same as its end of the stream
-        self._descriptors += descriptors
-        if len(self._descriptors) > MAX_DESCRIPTORS:
-            self._close_descriptors()
+        for descriptor in descriptors:  # at most one: the kernel drops what we have no room for
+            if self._descriptor is None:
+                self._descriptor = descriptor
+            else:
+                os.close(descriptor)
         return data
 
     def _work(self) -> None:
@@ -262,10 +271,10 @@ class Session:
             if self._closing:
                 self.close()
 
-    def _close_descriptors(self) -> None:
-        for descriptor in self._descriptors:
+    def _close_descriptor(self) -> None:
+        descriptor = self.take_descriptor()
+        if descriptor is not None:
             os.close(descriptor)
-        self._descriptors.clear()
 
     def __repr__(self) -> str:
         return f"session of pid {self.peer.pid} (uid {self.peer.uid})"

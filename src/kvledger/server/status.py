@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from dataclasses import dataclass
@@ -18,6 +19,13 @@ from kvledger.server.attachments import Attachments
 from kvledger.server.engines import Engine
 from kvledger.server.growth import Growth
 from kvledger.server.reports import Reports
+
+MAX_DOCUMENT_BYTES = 4 << 20
+"""Half a frame."""
+MAX_TEXT = 512
+"""Characters shown of what an engine calls itself or its model."""
+MAX_LISTED = 32
+"""Entries shown of what can be a long list for one engine or namespace."""
 
 
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +59,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One engine.
 
     Attributes:
-        waiting_for: the processes that have not described themselves.
+        waiting_for: the processes that have not described themselves; the first of them.
         trouble: why its namespace cannot open, as a sentence; empty if nothing is wrong.
     """
 
@@ -182,34 +190,54 @@ class StatusSources:
             known = self.attachments.namespaces.get(namespace.namespace)
             nearest = None
             if known is not None and known.nearest is not None:
-                nearest = Nearest(id=known.nearest, fields=list(known.fields))
+                fields = [name[:MAX_TEXT] for name in known.fields[:MAX_LISTED]]
+                nearest = Nearest(id=known.nearest, fields=fields)
             entries.append(
                 NamespaceStatus(
                     id=namespace.namespace,
                     objects=namespace.objects,
                     used_bytes=namespace.used_bytes,
                     object_bytes=namespace.object_bytes,
-                    display=known.display if known is not None else {},
+                    display=_shown(known.display) if known is not None else {},
                     nearest=nearest,
                 )
             )
         return entries
 
 
+def encode_document(document: StatusDocument) -> bytes:
+    """JSON that fits into a frame: the longest lists are halved until it does."""
+    encoded = msgspec.json.encode(document)
+    while len(encoded) > MAX_DOCUMENT_BYTES:
+        document = msgspec.structs.replace(
+            document,
+            engines=document.engines[: len(document.engines) // 2],
+            namespaces=document.namespaces[: len(document.namespaces) // 2],
+        )
+        encoded = msgspec.json.encode(document)
+    return encoded
+
+
+def _shown(display: dict[str, str]) -> dict[str, str]:
+    items = itertools.islice(display.items(), MAX_LISTED)
+    return {name[:MAX_TEXT]: value[:MAX_TEXT] for name, value in items}
+
+
 def _engine_status(engine: Engine) -> EngineStatus:
     scheduler = engine.scheduler
     labels = [process.label for process in engine.processes.values() if process.label]
+    label = scheduler.label if scheduler is not None else next(iter(labels), "")
     return EngineStatus(
         engine=engine.id,
-        label=scheduler.label if scheduler is not None else next(iter(labels), ""),
+        label=label[:MAX_TEXT],
         world_size=engine.world_size,
         scheduler_attached=scheduler is not None and scheduler.session is not None,
         ranks_attached=sorted(
             process.rank for process in engine.attached() if process.role is Role.WORKER
         ),
         namespace=engine.namespace or "",
-        waiting_for=engine.missing(),
-        trouble=engine.trouble,
+        waiting_for=engine.missing()[:MAX_LISTED],
+        trouble=engine.trouble[:MAX_TEXT],
     )
 
 

@@ -6,13 +6,19 @@ import logging
 from collections import Counter
 from itertools import groupby
 
+from kvledger.fates import Fate
 from kvledger.ledger import Account
-from kvledger.protocol import Report
+from kvledger.protocol import MAX_REPORT_RUNS, MAX_REPORT_TEXT, Report
 from kvledger.reasons import Reason
 from kvledger.vllm.channel import Channel
 from kvledger.vllm.tracked import Tracked
 
 logger = logging.getLogger("kvledger")
+
+MAX_WORDS = len(Fate) + len(Reason)
+"""Different fates there can be, with their reasons."""
+MAX_ORDERED_RUNS = MAX_REPORT_RUNS - 2 * MAX_WORDS
+"""Run lengths reported as they lie along the chain: the rest, merged, and the dropped ones fit."""
 
 
 class Accounts:
@@ -83,29 +89,44 @@ class Accounts:
             self.unbalanced += 1
             logger.error(
                 "kvledger: the account of request %s does not balance: %s",
-                account.request_id,
+                reportable(account.request_id),
                 imbalance,
             )
         self._channel.send(
             lambda number: Report(
                 id=number,
-                request=account.request_id,
+                request=reportable(account.request_id),
                 tokens=tracked.request.num_tokens,
                 chunk_tokens=account.chunk_tokens,
                 local_tokens=tracked.first_local_tokens or 0,
                 external_tokens=tracked.external_tokens,
-                miss=tracked.miss or "",
+                miss=reportable(tracked.miss or ""),
                 fates=run_lengths(account),
                 dropped=dict(account.dropped),
-                imbalance=imbalance or "",
+                imbalance=reportable(imbalance or ""),
             )
         )
 
 
 def run_lengths(account: Account) -> list[tuple[str, int]]:
-    """Fates along the chain as (fate or "skipped:reason", number of chunks)."""
+    """Fates along the chain as (fate or "skipped:reason", number of chunks).
+
+    Behind :data:`MAX_ORDERED_RUNS` the order is given up: one entry for each fate.
+    """
     words = [
         f"{fate}:{account.reasons[chunk]}" if chunk in account.reasons else str(fate)
         for chunk, fate in enumerate(account.fates)
     ]
-    return [(word, sum(1 for _ in run)) for word, run in groupby(words)]
+    runs = [(word, sum(1 for _ in run)) for word, run in groupby(words)]
+    rest: Counter[str] = Counter()
+    for word, chunks in runs[MAX_ORDERED_RUNS:]:
+        rest[word] += chunks
+    return runs[:MAX_ORDERED_RUNS] + list(rest.items())
+
+
+def reportable(text: str) -> str:
+    """What of a text fits into a report: its beginning, as UTF-8 can hold it.
+
+    A request's id comes from a client of vLLM and can be anything.
+    """
+    return text[:MAX_REPORT_TEXT].encode("utf-8", "replace").decode("utf-8")
