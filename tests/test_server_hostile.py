@@ -8,6 +8,7 @@ import pytest
 
 from conversation import SCHEDULER_FIELDS, Talker, attach, hello, names
 from kvledger.client import Client
+from kvledger.errors import RefusedError
 from kvledger.protocol import (
     Abort,
     Chain,
@@ -107,3 +108,11 @@ def test_a_rank_that_ends_while_it_is_told_of_a_new_epoch(server: StartServer) -
     assert "Traceback" not in running.log()
     again = Talker(running.socket_path, hello("e", Role.SCHEDULER, 0, 3))
     assert not again.connection.closed
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_another_protocol_version_is_refused(server: StartServer, role: Role) -> None:
+    running = server()
+    with pytest.raises(RefusedError, match="speaks protocol") as refused:
+        Talker(running.socket_path, hello("e", role, protocol=99))
+    assert refused.value.code == ErrorCode.WRONG_VERSION

@@ -22,7 +22,6 @@ from kvledger.catalog import Catalog
 from kvledger.entries import Settlement
 from kvledger.errors import RefusedError
 from kvledger.protocol import (
-    PROTOCOL_VERSION,
     PUSH_ID,
     Closed,
     Describe,
@@ -325,12 +324,6 @@ class Attachments:
 
 
 def _check_hello(hello: Hello) -> None:
-    if hello.protocol != PROTOCOL_VERSION:
-        raise RefusedError(
-            ErrorCode.WRONG_VERSION,
-            f"this server speaks protocol {PROTOCOL_VERSION}, the engine {hello.protocol}; "
-            "install the same kvledger on both sides",
-        )
     ranks = hello.world_size if hello.role is Role.WORKER else 1
     if not (1 <= hello.world_size <= MAX_WORLD_SIZE and 0 <= hello.rank < ranks):
         raise RefusedError(

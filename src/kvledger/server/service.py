@@ -128,6 +128,7 @@ class Service:
             session.refuse(ErrorCode.HELLO_FIRST, "the first message is Hello", request.id)
             return
         try:
+            _check_version(request)
             if request.role is Role.CLIENT:
                 if sum(other.is_client for other in self.sessions) >= MAX_CLIENTS:
                     raise RefusedError(ErrorCode.LIMIT_REACHED, f"{MAX_CLIENTS} clients are here")
@@ -300,6 +301,15 @@ def _check_group(engine: Engine, group: int) -> None:
         raise RefusedError(
             ErrorCode.OUT_OF_RANGE,
             f"the engine has KV-cache groups 0 to {len(engine.object_bytes) - 1}, not {group}",
+        )
+
+
+def _check_version(hello: Hello) -> None:
+    if hello.protocol != PROTOCOL_VERSION:
+        raise RefusedError(
+            ErrorCode.WRONG_VERSION,
+            f"this server speaks protocol {PROTOCOL_VERSION}, the {hello.role} {hello.protocol}; "
+            "install the same kvledger on both sides",
         )
 
 
