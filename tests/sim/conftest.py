@@ -40,15 +40,19 @@ def _world(server: Server, request: pytest.FixtureRequest) -> Iterator[World]:
         server.start()
     world = World(server, name)
     failed_before = request.session.testsfailed
+    passed = False
     try:
         yield world
         if request.session.testsfailed == failed_before:
             world.check()
+            passed = True
     finally:
         server.resume()
         for engine in world.engines:
             engine.close()
-        if server.is_up:
+        if not passed:
+            server.kill()  # what a failed test has left behind is not the next one's trouble
+        elif server.is_up:
             server.clear()
 
 
