@@ -171,7 +171,7 @@ def preempted_while_owing(world: World) -> None:
     engine.add(text("grower", 60), max_tokens=40)
     engine.step()
     prompt = text("victim", 72)
-    victim = engine.add(prompt, max_tokens=20)
+    victim = engine.add(prompt, max_tokens=50)
     scheduler = engine.connector.scheduler
 
     def is_answered() -> bool:
@@ -185,6 +185,7 @@ def preempted_while_owing(world: World) -> None:
     first, second = (set(admission.block_ids[0]) for admission in engine.allocations(victim))
     assert first != second
     world.server.resume()
+    world.server.totals()
     engine.run()
 
     def nothing_reserved() -> bool:
@@ -193,7 +194,7 @@ def preempted_while_owing(world: World) -> None:
 
     wait_until(nothing_reserved, "slots that came too late are given back")
     whole = prompt + engine.outputs[victim]
-    assert world.stored_chunks(engine, whole) == (72 + 20 - 1) // 16
+    assert world.stored_chunks(engine, whole) == (72 + 50 - 1) // 16
 
 
 def new_weights(world: World) -> None:

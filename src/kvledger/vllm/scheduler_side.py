@@ -194,9 +194,9 @@ class SchedulerSide(Listener):
         self.step += 1
         self.channel.poll()
         self.identity.describe(self.channel)
-        if not scheduled_tokens and self.stores.open_reservations:
+        if not scheduled_tokens and self.stores.under_way:
             self.channel.wait_until(
-                lambda: not self.stores.open_reservations, IDLE_WAIT_SECONDS, trip=False
+                lambda: not self.stores.under_way, IDLE_WAIT_SECONDS, trip=False
             )
         lost = [self.live[name] for name in preempted if name in self.live]
         for tracked in lost:

@@ -50,6 +50,7 @@ class Stores:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._owners: dict[int, tuple[Tracked, int]] = {}
+        self._dispatched: set[int] = set()
         self._unused: list[int] = []
         self._questions = 0
         self.waiting = 0
@@ -59,6 +60,11 @@ class Stores:
     def open_reservations(self) -> int:
         """Reservations that the server has granted and not settled."""
         return len(self._owners)
+
+    @property
+    def under_way(self) -> int:
+        """Open reservations that workers were told of: they can settle without any step."""
+        return len(self._dispatched)
 
     def ask(self, candidates: Iterable[Tracked], step: int) -> bool:
         """Ask for slots for all owed chunks of the candidates whose bytes can be read.
@@ -99,6 +105,7 @@ class Stores:
                 offsets.append(grant.offset)
                 reservations.append(grant.reservation)
                 block_ids.extend(blocks)
+        self._dispatched.update(reservations)
         if not offsets:
             return ()
         return (CopyPlan(group, offsets.tobytes(), block_ids.tobytes(), reservations.tobytes()),)
@@ -129,10 +136,12 @@ class Stores:
     def lost(self) -> None:
         """The server is gone, and every reservation with it."""
         self._owners.clear()
+        self._dispatched.clear()
         self._unused = []
         self.waiting = 0
 
     def _settle(self, number: int, failure: Reason | None) -> None:
+        self._dispatched.discard(number)
         owner = self._owners.pop(number, None)
         if owner is None:
             return
