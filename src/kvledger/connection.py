@@ -269,10 +269,16 @@ def _absence(socket_path: str, error: OSError) -> str:
     """Why no server could be reached, and what to do."""
     if isinstance(error, FileNotFoundError | ConnectionRefusedError):
         cause = "no kvledger server listens"
-        remedy = "start one with `kvledger serve --memory 8GiB`, or give its path with --socket"
+        remedy = (
+            "start one with `kvledger serve --memory 8GiB`, or give its path with --socket "
+            "(an engine: kvledger.socket)"
+        )
     elif isinstance(error, PermissionError):
         cause = "this user may not connect"
-        remedy = "run as the server's user, or start the server with --group"
+        remedy = (
+            "run as the server's user, start the server with --group, or give another path with "
+            "--socket (an engine: kvledger.socket)"
+        )
     elif isinstance(error, ConnectionResetError | BrokenPipeError):
         cause = "the server closed the connection (its log says why)"
         remedy = "run as the server's user, or start the server with --group"

@@ -121,6 +121,12 @@ def clear(
     from kvledger.client import Client
 
     with Client(socket) as client:
+        known = [entry["id"] for entry in client.status()["namespaces"]]
+        if namespace and namespace not in known:
+            raise ConfigurationError(
+                f"--namespace: the server has no namespace {namespace!r}; "
+                "`kvledger status --json` lists them"
+            )
         typer.echo(f"{client.clear(namespace)} objects dropped")
 
 

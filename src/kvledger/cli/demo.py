@@ -128,7 +128,7 @@ def _started(
     Both engines start at once: it takes less time, and nothing is measured before both are up.
     """
     with contextlib.ExitStack() as stack:
-        with _busy(console, f"writing a random model to {cache}"):
+        with _busy(console, f"a small random model, kept in {cache}"):
             model = cached_model(cache, WIDE)
         server = stack.enter_context(ServerProcess(scratch / "kvledger.sock", memory=MEMORY))
         kib = WIDE.kv_bytes_per_token() // 1024

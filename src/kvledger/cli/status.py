@@ -16,6 +16,9 @@ from kvledger.reasons import EXPLANATIONS, Reason
 
 SHORT_ID = 12
 
+MOST_FATES = 8
+"""Fates shown of all closed accounts; `--json` has them all."""
+
 
 def run_status(socket: str | None, *, as_json: bool) -> None:
     """Ask the server and print.
@@ -134,6 +137,14 @@ def _books(totals: dict[str, Any], accounts: dict[str, Any]) -> Table:
         table.add_row(
             "accounts", f"{accounts['reports']:,} closed, {accounts['unbalanced']:,} unbalanced"
         )
+        table.add_row(
+            "tokens",
+            f"{accounts['tokens']:,} in them, {accounts['local_tokens']:,} found by vLLM itself, "
+            f"{accounts['external_tokens']:,} loaded",
+        )
+        fates = sorted(accounts["fates"].items(), key=lambda item: -item[1])
+        words = [f"{count:,} {word.replace(':', ': ')}" for word, count in fates[:MOST_FATES]]
+        table.add_row("chunks", ", ".join(words))
     return table
 
 

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvledger.server.growth import GrowthState
 from kvledger.server.http_connection import BoundedConnection
 from kvledger.server.metrics import CONTENT_TYPE, render_metrics
 from kvledger.server.status import StatusDocument
@@ -89,6 +90,8 @@ def make_application(source: SnapshotSource) -> Starlette:
             reason = "the server is shutting down"
         elif not arena_is_intact:
             reason = "the arena has lost its size or its seals"
+        elif document.memory.growth == GrowthState.FAILED:
+            reason = document.memory.growth_limited_by
         health = Health(
             healthy=not reason,
             reason=reason,

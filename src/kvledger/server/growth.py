@@ -34,6 +34,7 @@ class GrowthState(StrEnum):
     GROWING = "growing"
     LIMITED = "limited"
     COMPLETE = "complete"
+    FAILED = "failed"
 
 
 class Growth:
@@ -61,7 +62,7 @@ class Growth:
         self._thread = threading.Thread(target=self._run, name="kvledger-growth", daemon=True)
         self.state = GrowthState.GROWING
         self.limited_by = ""
-        """Why growth waits, as a sentence; empty unless the state is LIMITED."""
+        """Why growth waits or has ended, as a sentence; empty unless it is LIMITED or FAILED."""
 
     def start(self) -> None:
         self._thread.start()
@@ -72,7 +73,15 @@ class Growth:
         self._thread.join()
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        try:
+            _be_nice()
+            self._grow()
+        except Exception as error:
+            logger.exception("the arena does not grow any more")
+            self.limited_by = f"an internal error: {error!r}; see the log, and restart the server"
+            self.state = GrowthState.FAILED
+
+    def _grow(self) -> None:
         page = 0
         while page < self._arena.pages:
             if self._stopping.is_set():
@@ -116,3 +125,10 @@ class Growth:
             logger.info("the arena grows again")
             self.state = GrowthState.GROWING
             self.limited_by = ""
+
+
+def _be_nice() -> None:
+    """Let others go first. A process that is nicer already stays as it is: no user may go back."""
+    thread = threading.get_native_id()
+    if os.getpriority(os.PRIO_PROCESS, thread) < NICENESS:
+        os.setpriority(os.PRIO_PROCESS, thread, NICENESS)

@@ -125,7 +125,8 @@ def _make_directory(directory: str, group: int | None) -> None:
         ) from error
     if not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigurationError(
-            f"--socket: the directory {directory} is not writable; choose another path"
+            f"--socket: the directory {directory} is not writable; give another path (without "
+            "XDG_RUNTIME_DIR the default is root's), and the engines the same as kvledger.socket"
         )
 
 

@@ -72,6 +72,7 @@ class RequestPolicy:
             # vLLM's hash covers an adapter's name and path, not its content.
             return Decision(StoreRule(0, Reason.ADAPTER_UNKNOWN), Reason.ADAPTER_UNKNOWN)
         switches = getattr(request, "kv_transfer_params", None)
+        _tell_unknown_switches(switches)
         store = self._stores and _switch(switches, STORE_SWITCH)
         load = self._loads and _switch(switches, LOAD_SWITCH)
         rule = StoreRule()
@@ -83,6 +84,19 @@ class RequestPolicy:
         if request.skip_reading_prefix_cache:
             return Decision(rule, Reason.READING_SKIPPED)
         return Decision(rule, None if load else Reason.LOAD_DISABLED)
+
+
+def _tell_unknown_switches(params: object) -> None:
+    """A mistyped switch would have no effect, without a word."""
+    if isinstance(params, Mapping):
+        for name in params:
+            known = (STORE_SWITCH, LOAD_SWITCH)
+            if isinstance(name, str) and name.startswith("kvledger.") and name not in known:
+                logger.warning(
+                    "kv_transfer_params has the unknown key %.80r; known are %s and %s",
+                    name,
+                    *known,
+                )
 
 
 def _switch(params: object, name: str) -> bool:

@@ -7,6 +7,7 @@ never makes it wait longer than the bounds below.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from kvledger.ledger import Account
@@ -22,6 +23,8 @@ from kvledger.vllm.metadata import StepPlan
 from kvledger.vllm.policy import RequestPolicy
 from kvledger.vllm.stores import Stores
 from kvledger.vllm.tracked import EngineRequest, Tracked
+
+logger = logging.getLogger("kvledger")
 
 ANSWER_WAIT_SECONDS = 1e-3
 """A step waits so long for slots; then its blocks stay owed to the next."""
@@ -321,6 +324,11 @@ class SchedulerSide(Listener):
             self.stores.settle(push)
         elif isinstance(push, Opened):
             self.namespace = push.namespace
+            logger.info(
+                "kvledger: attached to the server (boot %s), namespace %s",
+                self.boot,
+                self.namespace,
+            )
         else:
             self.namespace = ""
             self.lookups.lost()
