@@ -107,6 +107,11 @@ def test_absent_at_start_then_appears(own_world: World) -> None:
     assert dict(totals) == {"skipped:server_absent": 10}
     world.server.start()
     world.attach(engine)
+    # What happened without a server can be asked of the first one there is.
+    wait_until(lambda: bool(world.server.explain(request)), "the account of before is reported")
+    (account,) = world.server.explain(request)
+    assert account["fates"] == [["skipped:server_absent", 10]]
+    assert account["miss"] == "server_absent"
     for external in (0, 160):
         engine.reset_prefix_cache()
         request = engine.add(prompt, max_tokens=5)
@@ -179,7 +184,8 @@ def test_ranks_attach_again_at_different_moments(own_world: World, late: int) ->
     """
     world = own_world
     world.server.start()
-    engine = world.engine(options=default_deadlines(), num_blocks=256, ranks=2)
+    patient = {**default_deadlines(), "lookup_deadline_ms": 10_000.0}  # the load must begin
+    engine = world.engine(options=patient, num_blocks=256, ranks=2)
     prompt = text("moments", 320)
     engine.add(prompt)
     engine.run()

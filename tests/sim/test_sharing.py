@@ -81,13 +81,14 @@ def test_salts_do_not_share(world: World) -> None:
         ({}, {"model_revision": "2"}, "weights.content"),
         ({"weights": "other"}, {}, "weights.content"),
         ({"heads": 4}, {}, "worker."),
+        ({"layers": 3}, {}, "worker."),
         ({"layout": "LBNHC"}, {}, "worker."),
         ({"block_size": 32}, {"chunk_tokens": 32}, ""),
         ({"ranks": 2}, {}, ""),
         ({}, {"chunk_tokens": 32}, "cache.chunk_tokens"),
     ],
     ids=[
-        "namespace", "revision", "weights", "heads", "layout", "block-size", "ranks", "chunk"
+        "namespace", "revision", "weights", "heads", "layers", "layout", "block-size", "ranks", "chunk"
     ],
 )  # fmt: skip
 def test_a_difference_never_shares(
@@ -111,14 +112,6 @@ def test_a_difference_never_shares(
     assert nearest["fields"]
     if nearest["id"] == ids[0]:
         assert any(differing in field for field in nearest["fields"]), nearest
-
-
-def test_dtype_of_the_cache_is_in_the_name(world: World) -> None:
-    """What another cache dtype would change in the descriptor: the worker's own words differ."""
-    first = world.engine(num_blocks=64)
-    second = world.engine(num_blocks=64, layers=3)
-    ids = [world.status_of(engine)["namespace"] for engine in (first, second)]
-    assert ids[0] != ids[1]
 
 
 # ---------------------------------------------------------------- I8: epochs

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from itertools import groupby
+
+import msgspec
 
 from kvledger.fates import Fate
 from kvledger.ledger import Account
@@ -19,6 +22,8 @@ MAX_WORDS = len(Fate) + len(Reason)
 """Different fates there can be, with their reasons."""
 MAX_ORDERED_RUNS = MAX_REPORT_RUNS - 2 * MAX_WORDS
 """Run lengths reported as they lie along the chain: the rest, merged, and the dropped ones fit."""
+MAX_UNSENT = 256
+"""Reports kept for a server that is absent or silent; the oldest are dropped."""
 
 
 class Accounts:
@@ -40,6 +45,7 @@ class Accounts:
         self.unbalanced = 0
         self.failed_loads = 0
         self._refusals: set[str] = set()
+        self._unsent: deque[Report] = deque(maxlen=MAX_UNSENT)
 
     def begin_closing(self, tracked: Tracked) -> None:
         """The request is over; a load under way may still answer."""
@@ -64,6 +70,7 @@ class Accounts:
         self.closing = still  # first: a report that finds the server gone comes back here
         for tracked in settled:
             self._close(tracked)
+        self._report()
 
     def lose_server(self) -> None:
         """What was being written when the server went is not stored anywhere."""
@@ -92,9 +99,9 @@ class Accounts:
                 reportable(account.request_id),
                 imbalance,
             )
-        self._channel.send(
-            lambda number: Report(
-                id=number,
+        self._unsent.append(
+            Report(
+                id=0,  # given when it is sent
                 request=reportable(account.request_id),
                 tokens=tracked.request.num_tokens,
                 chunk_tokens=account.chunk_tokens,
@@ -106,6 +113,17 @@ class Accounts:
                 imbalance=reportable(imbalance or ""),
             )
         )
+
+    def _report(self) -> None:
+        """Send what is to be reported; kept while nobody hears it."""
+        while self._unsent and self._channel.usable:
+            if not self._channel.send(_numbered(self._unsent[0])):
+                break
+            self._unsent.popleft()
+
+
+def _numbered(report: Report) -> Callable[[int], Report]:
+    return lambda number: msgspec.structs.replace(report, id=number)
 
 
 def run_lengths(account: Account) -> list[tuple[str, int]]:
