@@ -7,25 +7,19 @@ any life of an engine (the standing checks), whatever the test itself has asked.
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import kvledger
-from kvledger.client import Client
-from kvledger.errors import ServerUnavailableError
-from kvledger.lab.server import ServerProcess
-from kvledger.naming import chunk_names
+from sim_server import Server
+
 from kvledger.sim import Kind, SimulatedEngine
 from kvledger.sim.model import VOCABULARY, write_model
 
 CONNECTOR = "kvledger.vllm:KVLedgerConnector"
-DEADLINE_SECONDS = float(os.environ.get("KVLEDGER_TEST_DEADLINE", "30"))
+DEADLINE_SECONDS = 30.0
 """Liveness bound of every poll here: what takes milliseconds gets thousands of times as long."""
 
 NO_STORE = {"kvledger.store": False}
@@ -342,24 +336,9 @@ def part_bytes(engine: SimulatedEngine) -> int:
     return chunk_tokens(engine) * engine.options.layers * engine.options.heads * 8
 
 
-def names_of(engine: SimulatedEngine, block_hashes: Iterable[bytes]) -> list[bytes]:
-    """Chunk names of a request's block hashes."""
-    width = chunk_tokens(engine) // engine.options.block_size
-    return list(chunk_names(list(block_hashes), width))
-
-
 def cold_output(tokens: Sequence[int], *, max_tokens: int = 1, **fields: Any) -> list[int]:
     """What an engine without any connector generates."""
     with SimulatedEngine(None, **{"num_blocks": 1024, **fields}) as engine:
         request = engine.add(tokens, max_tokens=max_tokens)
         engine.run()
         return engine.outputs[request]
-
-
-def server_reachable(server: Server) -> bool:
-    """Whether a client gets an answer."""
-    try:
-        server.status()
-    except ServerUnavailableError:
-        return False
-    return True

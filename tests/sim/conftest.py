@@ -11,7 +11,8 @@ import pytest
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from books import DEADLINE_SECONDS, Server, World
+from books import DEADLINE_SECONDS, World
+from sim_server import Server
 
 
 @pytest.fixture(scope="module")

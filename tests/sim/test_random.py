@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from books import Server, World, count_events, wait_until
+from books import World, count_events, wait_until
+from sim_server import Server
 
 from kvledger.sim import Kind, SimulatedEngine
 from kvledger.sim.schedule import Do, Mix, Player, generate

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from books import Server, World, cold_output, count_events, part_bytes, text, wait_until
+from books import World, cold_output, count_events, part_bytes, text, wait_until
+from sim_server import Server
 
 from kvledger.sim import Kind, SimulatedEngine
 

@@ -88,7 +88,7 @@ def test_salts_do_not_share(world: World) -> None:
         ({}, {"chunk_tokens": 32}, "cache.chunk_tokens"),
     ],
     ids=[
-        "namespace", "revision", "weights", "heads", "layers", "layout", "block-size", "ranks", "chunk"
+        "namespace", "revision", "weights", "heads", "layers", "layout", "block", "ranks", "chunk"
     ],
 )  # fmt: skip
 def test_a_difference_never_shares(
