@@ -133,6 +133,8 @@ def test_any_request_id_can_be_reported(text: str) -> None:
 class Server:
     """Takes what a channel sends, as far as its encoding."""
 
+    usable = True
+
     def __init__(self) -> None:
         self.frames: list[bytes] = []
 
