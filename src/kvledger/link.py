@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from kvledger.connection import Connection
 from kvledger.errors import KVLedgerError, ServerUnavailableError
-from kvledger.protocol import Hello
+from kvledger.protocol import Hello, Request
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,10 @@ class Link:
     Args:
         socket_path: where the server listens.
         make_hello: called on the thread before each attempt.
-        on_connected: called on the thread with a new connection before it is published; a worker
-            describes itself here, so that an idle engine attaches again by itself. If it raises,
-            the connection is closed and the attempt counts as failed.
+        on_connected: called on the thread with a new connection before it is published. What it
+            returns is sent once it is: a worker describes itself so, and an idle engine attaches
+            again by itself; but no slot is given to an engine of which a rank cannot know yet.
+            If it raises, the connection is closed and the attempt counts as failed.
         announce: tell the operator that the server is absent, and back; one process of an engine
             does.
 
@@ -47,7 +48,7 @@ class Link:
         socket_path: str,
         make_hello: Callable[[], Hello],
         *,
-        on_connected: Callable[[Connection], None] | None = None,
+        on_connected: Callable[[Connection], Request | None] | None = None,
         announce: bool = True,
     ) -> None:
         self.connects = 0
@@ -56,6 +57,7 @@ class Link:
         self._make_hello = make_hello
         self._on_connected = on_connected
         self._connection: Connection | None = None
+        self._greeting: Request | None = None
         self._absence_level = logging.WARNING if announce else logging.INFO
         self._told_level = logging.NOTSET
         self._closing = False
@@ -100,6 +102,8 @@ class Link:
             retry_seconds = FIRST_RETRY_SECONDS
             watched_fd = os.dup(connection.fileno())  # stays valid if its user closes it
             self._connection = connection
+            if self._greeting is not None:
+                connection.send(self._greeting)
             self._watch(watched_fd)
             self._connection = None
             connection.close()
@@ -116,7 +120,7 @@ class Link:
                 connection.close()
                 return None
             if self._on_connected is not None:
-                self._on_connected(connection)
+                self._greeting = self._on_connected(connection)
             if connection.closed:
                 raise ServerUnavailableError("the server closed the connection at once")
         except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class Server:
         self._stopped = False
 
     def start(self) -> None:
-        """Start it and wait until it listens; a new boot each time."""
+        """Start it and wait until all of its memory is there; a new boot each time."""
         path = os.pathsep.join(filter(None, (str(SOURCE), os.environ.get("PYTHONPATH", ""))))
         self._process = ServerProcess(
             self.socket,
@@ -36,6 +37,10 @@ class Server:
             env={"PYTHONPATH": path},
         ).wait_ready()
         self._stopped = False
+        end = time.monotonic() + CLIENT_SECONDS
+        while (memory := self.status()["memory"])["pages_ready"] < memory["pages"]:
+            assert time.monotonic() < end, f"the arena does not grow: {memory}"
+            time.sleep(0.005)
 
     def kill(self) -> None:
         """End it without warning."""

@@ -7,13 +7,14 @@ without a restart.
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from books import World, cold_output, count_events, part_bytes, text, wait_until
+from books import DEADLINE_SECONDS, World, cold_output, count_events, part_bytes, text, wait_until
 from sim_server import Server
 
 from kvledger.sim import Kind, SimulatedEngine
@@ -89,6 +90,21 @@ class Stopwatch:
     def slowest(self) -> tuple[float, str]:
         """The longest call and its hook."""
         return max((max(times), name) for name, times in self.seconds.items() if times)
+
+
+def hold_back(engine: SimulatedEngine, rank: int) -> threading.Event:
+    """Let a rank's next connections be of use only once the event is set."""
+    link = engine.workers.ranks[rank].connector.worker._channel._link
+    attempt, gate = link._attempt, threading.Event()
+
+    def attempt_and_dawdle() -> Any:
+        made = attempt()
+        if made is not None:
+            gate.wait(DEADLINE_SECONDS)
+        return made
+
+    link._attempt = attempt_and_dawdle
+    return gate
 
 
 def default_deadlines() -> dict[str, float]:
@@ -181,7 +197,8 @@ def test_killed_with_everything_under_way(own_world: World) -> None:
 def test_ranks_attach_again_at_different_moments(own_world: World, late: int) -> None:
     """A plan of the old boot is never followed in the new arena, whoever is late to know.
 
-    The late rank's link is kept on the old connection while the others have moved on.
+    The late rank comes to the new server only when the others have been there for long, and when
+    somebody else's KV lies where the load of before was reading.
     """
     world = own_world
     world.server.start()
@@ -196,16 +213,14 @@ def test_ranks_attach_again_at_different_moments(own_world: World, late: int) ->
     loading = engine.add(prompt)
     engine.step()
     engine.step()
-    slow = engine.workers.ranks[late].connector.worker._channel
-    poll = slow.poll
-    slow.poll = lambda _timeout_seconds=0.0: None  # this rank hears nothing
+    gate = hold_back(engine, late)
     world.server.replace()
     other = world.engine(num_blocks=64, ranks=2)
     foreign = text("foreign", 320)
     other.add(foreign)
     other.run()
     engine.run()
-    slow.poll = poll
+    gate.set()
     assert engine.outputs[loading] == cold_output(prompt, ranks=2)
     assert count_events(engine, Kind.LOAD_FAILED, loading) == 1
     world.attach(engine)
@@ -215,6 +230,37 @@ def test_ranks_attach_again_at_different_moments(own_world: World, late: int) ->
     assert engine.outputs[again] == cold_output(prompt, ranks=2)
     assert world.stored_chunks(other, foreign) == 20
     assert world.stored_chunks(engine, prompt) == 20
+
+
+def test_rank_that_has_not_heard_of_its_own_attachment(own_world: World) -> None:
+    """The link's thread is held up between the handshake and the moment from which the rank can
+    use the connection: until then the engine may not be given slots, since this rank would not
+    know their plan for its own, and would never let go of them."""
+    world = own_world
+    world.server.start()
+    engine = world.engine(options=default_deadlines(), num_blocks=64)
+    gate = hold_back(engine, 0)
+    world.server.replace()
+
+    def has_shaken_hands() -> bool:
+        world.nudge(engine)
+        status = world.status_of(engine)
+        return bool(status.get("scheduler_attached")) and status["ranks_attached"] == [0]
+
+    wait_until(has_shaken_hands, "both processes are known")
+    for _ in range(20):
+        world.nudge(engine)
+    prompt = text("held back", 160)
+    first = engine.add(prompt)
+    engine.run()
+    gate.set()
+    world.attach(engine)
+    world.settle(engine)
+    world.check_nothing_held()
+    engine.reset_prefix_cache()
+    second = engine.add(prompt)
+    engine.run()
+    assert engine.outputs[first] == engine.outputs[second]
 
 
 def test_a_rank_that_stays_away_costs_hits_only(own_world: World) -> None:
@@ -228,7 +274,10 @@ def test_a_rank_that_stays_away_costs_hits_only(own_world: World) -> None:
     engine.run()
     assert engine.outputs[request] == cold_output(prompt, max_tokens=5, ranks=2)
     assert world.server.totals()["stored"] == 0
-    assert world.status_of(engine)["waiting_for"] == ["rank 1"]
+    wait_until(
+        lambda: world.status_of(engine).get("waiting_for") == ["rank 1"],
+        "the server waits for the second rank only",
+    )
     totals = engine.connector.scheduler.accounts.totals
     assert totals.total() == 10
     waiting = {"server_absent", "namespace_opening", "identity_pending"}

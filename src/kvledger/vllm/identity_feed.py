@@ -47,12 +47,13 @@ class IdentityFeed:
         )
         self._thread.start()
 
-    def on_link_connected(self, connection: Connection) -> None:
+    def on_link_connected(self, connection: Connection) -> Describe | None:
         """On the link's thread: an idle engine is back in its namespace before its next request."""
         fields = self._fields()
-        if fields is not None:
-            connection.send(Describe(id=connection.next_id(), fields=fields))
-            self._described = connection
+        if fields is None:
+            return None
+        self._described = connection
+        return Describe(id=connection.next_id(), fields=fields)
 
     def describe(self, channel: Channel) -> bool:
         """Send the description if it can be and has not been. True if this server knows it."""

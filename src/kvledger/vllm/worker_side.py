@@ -133,17 +133,15 @@ class WorkerSide(Listener):
 
     # ------------------------------------------------------------ the link's thread
 
-    def on_link_connected(self, connection: Connection) -> None:
-        """Map the new server's arena and describe this rank, before any plan speaks of it."""
+    def on_link_connected(self, connection: Connection) -> Describe:
+        """Map the new server's arena, before any plan speaks of it; says how to describe us."""
         transfer = self._make_transfer(connection)
         welcome = connection.welcome
         attachment = Attachment(welcome.boot, welcome.arena_generation, transfer)
         with self._copying:  # from here on no slot of an earlier attachment is touched
             self._attachment = None
             self._mapped = {connection: attachment}
-        connection.send(
-            Describe(id=connection.next_id(), fields=self._fields, part_bytes=self._part_bytes)
-        )
+        return Describe(id=connection.next_id(), fields=self._fields, part_bytes=self._part_bytes)
 
     # ------------------------------------------------------------ what the server says
 
