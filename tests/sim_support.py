@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import sim_reference_connector
 from kvledger.sim import SimulatedEngine

@@ -61,7 +61,7 @@ def site(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         block_size=BLOCK,
         max_num_batched_tokens=STEP_TOKENS,
         connector=records.connector(connector_config(socket_path)),
-        env=records.environment(),
+        env={**records.environment(), "VLLM_LOGGING_LEVEL": "WARNING"},
         log_path=log_path,
     )
     with engine:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Iterator
 
 import pytest
-
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
 from books import DEADLINE_SECONDS, World
 from sim_server import Server
 
