@@ -365,7 +365,7 @@ def test_answer_that_is_not_the_cold_one_is_seen():
         engine.run()
         tokens = [*range(40), *engine.outputs[request]]
         pattern = engine.workers.runner._pattern
-        seed = engine._prompts[request].seed(engine.weights)
+        seed = engine.clients.prompt(request).seed(engine.weights)
         engine.oracle.check_output(request, Prefix(pattern, seed, tokens), 40)
         tokens[43] = (tokens[43] + 1) % 512
         with pytest.raises(OracleError, match="output token 3"):

@@ -27,6 +27,7 @@ class Reason(StrEnum):
     GENERATED_NOT_STORED = "generated_not_stored"
     READING_SKIPPED = "reading_skipped"
     ADAPTER_UNKNOWN = "adapter_unknown"
+    DRAFTS_IN_SESSION = "drafts_in_session"
     BELOW_MIN_HIT = "below_min_hit"
 
     # A look-up that found nothing (more).
@@ -67,6 +68,8 @@ EXPLANATIONS: dict[Reason, str] = {
     Reason.GENERATED_NOT_STORED: 'the block holds generated tokens and kvledger.store is "prompt"',
     Reason.READING_SKIPPED: "the request asked vLLM not to read any prefix cache",
     Reason.ADAPTER_UNKNOWN: "the content of the request's adapter is not known to be the same",
+    Reason.DRAFTS_IN_SESSION: "with speculative drafts vLLM takes dropped tokens for computed ones "
+    "when a streaming-input session goes on",
     Reason.BELOW_MIN_HIT: "the hit beyond the local one is shorter than kvledger.min_hit_tokens",
     Reason.NEVER_SEEN: "no engine has stored this chunk since the server started",
     Reason.EVICTED: "the chunk was stored, and evicted to make room",

@@ -266,15 +266,14 @@ class World:
         """
         accounts = self.accounts(engine)
         ended = {e.request_id for e in engine.events if e.kind is Kind.FINISHED}
-        for request_id in ended & accounts.keys() & engine._prompts.keys():
+        for request_id in ended & accounts.keys() & engine.clients.request_ids:
             account = accounts[request_id]
-            prompt, generated = engine._prompts[request_id].tokens, engine.outputs[request_id]
-            if not generated:
+            if not engine.outputs[request_id]:
                 continue  # it ended with an error
-            expected = full_chunks(engine, len(prompt) + len(generated) - 1)
+            length = engine.clients.length(request_id)
             found = sum(count for _, count in account["fates"])
-            assert found == expected, (request_id, account)
-            assert account["tokens"] == len(prompt) + len(generated), (request_id, account)
+            assert found == full_chunks(engine, length - 1), (request_id, account)
+            assert account["tokens"] == length, (request_id, account)
         for account in accounts.values():
             assert not account["imbalance"], account
 

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -29,6 +29,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvledger.sim.assembly import assemble
+from kvledger.sim.clients import Clients
 from kvledger.sim.model import (
     ConnectorOptions,
     EngineFields,
@@ -70,7 +71,7 @@ class SimulatedEngine:
         scheduler: vLLM's scheduler; read it, or drive it past this class at your own risk.
         connector: the scheduler-side connector, or None.
         workers: the ranks with their connectors and memories.
-        outputs: request id → tokens generated so far, as a client received them.
+        clients: what was sent and received.
         steps: records of finished steps, newest last, at most :data:`STEP_LIMIT`.
         oracle: the byte oracle.
     """
@@ -88,16 +89,12 @@ class SimulatedEngine:
         **fields: Unpack[EngineFields],
     ) -> None:
         self.options = EngineOptions(**fields)
-        self.outputs: dict[str, list[int]] = {}
         self.steps: deque[StepRecord] = deque(maxlen=STEP_LIMIT)
         self.weights = self.options.weights
-        self._prompts: dict[str, Prompt] = {}
         self._requests: dict[str, Request] = {}
-        self._prefixes: dict[str, Prefix] = {}
         self._flights: deque[_Flight] = deque()
         self._observer = Observer()
         self._next_id = 0
-        self._reseeded: set[str] = set()
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         if model_directory is None:
             self._directory = tempfile.TemporaryDirectory(prefix="simulated-model-")
@@ -114,12 +111,13 @@ class SimulatedEngine:
             )
         config = build_config(model_directory, self.options, chosen)
         self._parts = assemble(
-            config, self.options, self._prefixes.__getitem__, random.Random(seed)
+            config, self.options, lambda name: self.clients.prefix(name), random.Random(seed)
         )
         self.scheduler = self._parts.scheduler
         self.connector = self.scheduler.connector
         self.workers = self._parts.workers
         self.oracle = self._parts.oracle
+        self.clients = Clients(self._parts.pattern, self.oracle)
         if self.connector is not None:
             self._observer.attach(self.connector)
         self._watch = Watch(self.scheduler, self.workers, self.oracle, self._observer)
@@ -139,8 +137,12 @@ class SimulatedEngine:
         transfer_params: dict[str, Any] | None = None,
         priority: int = 0,
         skip_reading_prefix_cache: bool = False,
+        is_session: bool = False,
     ) -> str:
-        """Queue a request; returns its id. See :class:`Prompt` for the arguments."""
+        """Queue a request; returns its id. See :class:`Prompt` for the arguments.
+
+        A session takes more input (:meth:`add_more`) until :meth:`end_session`.
+        """
         if request_id is None:
             request_id = f"r{self._next_id}"
             self._next_id += 1
@@ -155,16 +157,30 @@ class SimulatedEngine:
             priority=priority,
             skip_reading_prefix_cache=skip_reading_prefix_cache,
         )
-        self._prompts[request_id] = prompt
-        self._prefixes[request_id] = Prefix(
-            self._parts.pattern, prompt.seed(self.weights), prompt.tokens
-        )
-        self.outputs[request_id] = []
+        self.clients.send(request_id, prompt, self.weights, is_session=is_session)
         self._observer.note(Kind.ADDED, request_id, len(prompt.tokens))
-        request = make_request(request_id, prompt, self._parts.hasher)
+        request = make_request(request_id, prompt, self._parts.hasher, resumable=is_session)
         self._requests[request_id] = request
         self.scheduler.add_request(request)
         return request_id
+
+    def add_more(self, request_id: str, tokens: Sequence[int], *, max_tokens: int = 1) -> None:
+        """Send the next input of a session; it begins when the answer before is complete."""
+        first = self.clients.prompt(request_id)
+        self.clients.send_more(request_id, list(tokens))
+        self._observer.note(Kind.MORE_INPUT, request_id, len(tokens))
+        turn = replace(first, tokens=list(tokens), max_tokens=max_tokens)
+        update = make_request(request_id, turn, self._parts.hasher, resumable=True)
+        self.scheduler.add_request(update)
+
+    def end_session(self, request_id: str) -> None:
+        """No more input follows: the session ends once all that was sent is answered."""
+        end = make_request(request_id, self.clients.prompt(request_id), self._parts.hasher)
+        waits = self._requests[request_id].status == RequestStatus.WAITING_FOR_STREAMING_REQ
+        if waits:  # vLLM ends it at once, as if it were aborted
+            self._observer.note(Kind.SESSION_ENDED, request_id)
+            self._remember(request_id)
+        self.scheduler.add_request(end)
 
     def abort(self, request_id: str) -> None:
         """End a request as a disconnecting client does; allowed between any two phases."""
@@ -187,6 +203,11 @@ class SimulatedEngine:
         return self._observer.allocations.get(request_id, [])
 
     @property
+    def outputs(self) -> dict[str, list[int]]:
+        """Request id → tokens generated so far, as a client received them."""
+        return self.clients.outputs
+
+    @property
     def events(self) -> Sequence[Event]:
         """The log, oldest first."""
         return self._observer.events
@@ -194,9 +215,9 @@ class SimulatedEngine:
     def forget_finished(self) -> None:
         """Drop outputs, prompts and admissions of requests that are gone (long runs)."""
         kept = self.scheduler.requests.keys() | self.workers.runner.requests.keys()
-        for request_id in self._prompts.keys() - kept:
-            for table in (self._prompts, self._prefixes, self.outputs):
-                del table[request_id]
+        gone = self.clients.request_ids - kept
+        self.clients.forget(gone)
+        for request_id in gone:
             self._observer.forget(request_id)
 
     # ---- stepping ---------------------------------------------------------------------------
@@ -253,7 +274,7 @@ class SimulatedEngine:
         if flight is None:
             raise RuntimeError("no step waits for its workers; call begin_step() first")
         flight.result = self.workers.execute(flight.output)
-        self._watch.executed(flight.record, flight.result, self._prefixes)
+        self._watch.executed(flight.record, flight.result, self._prefix)
         return flight.record
 
     def finish_step(self) -> StepRecord:
@@ -264,11 +285,7 @@ class SimulatedEngine:
         ended = self.scheduler.update_from_output(flight.output, flight.result)
         for outputs in ended.values():
             for output in outputs.outputs:
-                self.outputs[output.request_id] += output.new_token_ids
-                if output.finish_reason is not None:
-                    self._observer.note(Kind.FINISHED, output.request_id)
-                    self._remember(output.request_id)
-                    self._check_output(output.request_id)
+                self._give_out(output)
         if self.options.drafts and not self.options.async_scheduling and flight.record.scheduled:
             drafts = self.workers.drafts
             self.scheduler.update_draft_token_ids(
@@ -276,6 +293,19 @@ class SimulatedEngine:
             )
         self.steps.append(flight.record)
         return flight.record
+
+    def _give_out(self, output: Any) -> None:
+        """A client receives tokens."""
+        request_id = output.request_id
+        is_complete = output.finish_reason is not None
+        if is_complete and request_id in self.scheduler.requests:
+            self._observer.note(Kind.ANSWERED, request_id)
+        elif is_complete:
+            self._observer.note(Kind.FINISHED, request_id)
+            self._remember(request_id)
+        self.clients.receive(
+            request_id, output.new_token_ids, self.weights, is_complete=is_complete
+        )
 
     def step(self) -> StepRecord | None:
         """One turn of the engine core's loop; returns the step it finished, if any.
@@ -332,8 +362,7 @@ class SimulatedEngine:
         self.weights = weights
         self.oracle.forget_contents()
         for request_id in self.scheduler.requests:
-            self._prefixes[request_id].reseed(self._prompts[request_id].seed(weights))
-            self._reseeded.add(request_id)
+            self.clients.change_weights(request_id, weights)
 
     # ---- checks -----------------------------------------------------------------------------
 
@@ -346,7 +375,7 @@ class SimulatedEngine:
         """
         if self.waits_for_workers:
             raise RuntimeError("a step waits for its workers; call run_workers() first")
-        self._watch.check_everything(self._prefixes, settled=not self._flights)
+        self._watch.check_everything(self._prefix, settled=not self._flights)
 
     def close(self) -> None:
         """Shut both sides of the connector down and remove the model directory."""
@@ -378,16 +407,21 @@ class SimulatedEngine:
         """Keep what the blocks of a request hold before the request goes."""
         request = self._requests.pop(request_id, None)
         if request is not None:
-            self.oracle.remember(request.block_hashes, self._prefixes[request_id])
+            prefix = self._prefix_of(request)
+            self.oracle.remember(request.block_hashes, prefix)
 
-    def _check_output(self, request_id: str) -> None:
-        if request_id in self._reseeded:
-            self._reseeded.discard(request_id)
-            return
-        prompt = self._prompts[request_id]
-        tokens = [*prompt.tokens, *self.outputs[request_id]]
-        prefix = Prefix(self._parts.pattern, prompt.seed(self.weights), tokens)
-        self.oracle.check_output(request_id, prefix, len(prompt.tokens))
+    def _prefix(self, request_id: str) -> Prefix:
+        """The pattern of what a request stands for now."""
+        request = self._requests.get(request_id)
+        return self.clients.prefix(request_id) if request is None else self._prefix_of(request)
+
+    def _prefix_of(self, request: Request) -> Prefix:
+        """Of a session it is what the scheduler says: its workers learn of an input later."""
+        request_id = request.request_id
+        if not self.clients.is_session(request_id):
+            return self.clients.prefix(request_id)
+        seed = self.clients.prompt(request_id).seed(self.weights)
+        return Prefix(self._parts.pattern, seed, list(request.all_token_ids))
 
     def _describe_requests(self) -> str:
         return ", ".join(

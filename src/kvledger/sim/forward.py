@@ -131,12 +131,15 @@ class FakeModelRunner:
     def _learn_new(self, new: Any) -> None:
         blocks = [list(ids) for ids in new.block_ids]
         known = self.requests.get(new.req_id)
-        if known is not None:
-            _set_tokens(known.prefix, new.prefill_token_ids)
-            known.blocks, known.drafts = blocks, []
+        prompt = len(new.prompt_token_ids)
+        if known is not None:  # resumed (model runner 2), or a session with its next input
+            tokens = (
+                new.prompt_token_ids if new.prefill_token_ids is None else new.prefill_token_ids
+            )
+            _set_tokens(known.prefix, tokens)
+            known.blocks, known.drafts, known.num_prompt = blocks, [], prompt
             return
         prefix = self._prefix_of(new.req_id)
-        prompt = len(new.prompt_token_ids)
         self.requests[new.req_id] = RunnerRequest(new.req_id, prefix, prompt, blocks)
 
     # ---- one step ---------------------------------------------------------------------------

@@ -22,6 +22,9 @@ class Kind(StrEnum):
     PREEMPTED = "preempted"
     ABORTED = "aborted"
     FINISHED = "finished"
+    MORE_INPUT = "more_input"
+    ANSWERED = "answered"
+    SESSION_ENDED = "session_ended"
     RESET = "reset"
 
 

@@ -59,8 +59,10 @@ def make_hasher(algorithm: str, block_size: int) -> BlockHasher:
     return hasher
 
 
-def make_request(request_id: str, prompt: Prompt, hasher: BlockHasher) -> Request:
-    """The request that vLLM's scheduler sees."""
+def make_request(
+    request_id: str, prompt: Prompt, hasher: BlockHasher, *, resumable: bool = False
+) -> Request:
+    """The request that vLLM's scheduler sees; a resumable one is a turn of a session."""
     params = SamplingParams(
         max_tokens=prompt.max_tokens,
         ignore_eos=True,
@@ -80,4 +82,5 @@ def make_request(request_id: str, prompt: Prompt, hasher: BlockHasher) -> Reques
         cache_salt=prompt.salt,
         priority=prompt.priority,
         block_hasher=hasher,
+        resumable=resumable,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
@@ -48,7 +48,7 @@ class Watch:
         return record
 
     def executed(
-        self, record: StepRecord, result: ModelRunnerOutput, prefixes: Mapping[str, Prefix]
+        self, record: StepRecord, result: ModelRunnerOutput, prefix_of: Callable[[str], Prefix]
     ) -> None:
         """Complete the record of a step whose workers ran, and check what they left behind."""
         report = result.kv_connector_output or _NOTHING
@@ -65,11 +65,11 @@ class Watch:
         self._oracle.check_canaries()
         self._bad_blocks |= record.invalid_blocks
         for request_id in record.loads_finished:
-            self._check_load(request_id, record, prefixes[request_id])
+            self._check_load(request_id, record, prefix_of(request_id))
         for request_id in record.misread:
             self._check_misread(request_id, record)
 
-    def check_everything(self, prefixes: Mapping[str, Prefix], *, settled: bool) -> None:
+    def check_everything(self, prefix_of: Callable[[str], Prefix], *, settled: bool) -> None:
         """Check all running requests and, with no step in flight, the free cached blocks."""
         self._oracle.check_canaries()
         found: list[Mismatch] = []
@@ -83,7 +83,7 @@ class Watch:
             found += self._oracle.compare(request.request_id, known.prefix, known.blocks, 0, end)
         if settled:
             for request_id, request in scheduler.requests.items():
-                self._oracle.remember(request.block_hashes, prefixes[request_id])
+                self._oracle.remember(request.block_hashes, prefix_of(request_id))
             found += self._oracle.sweep(self._free_hashed_blocks())
         if found:
             raise OracleError("blocks do not hold what their tokens stand for", found)

@@ -129,6 +129,7 @@ def make_scheduler_side(setup: Setup) -> SchedulerSide:
             may_load=role.is_kv_consumer,
             block_tokens=setup.block_tokens,
             chunk_tokens=setup.chunk_tokens,
+            drafts=config.speculative_config is not None,
         ),
         chunk_tokens=setup.chunk_tokens,
         blocks_per_chunk=setup.blocks_per_chunk,

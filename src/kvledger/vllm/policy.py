@@ -39,6 +39,7 @@ class RequestPolicy:
         may_load: the engine's ``kv_role`` lets it load.
         block_tokens: the scheduler's block size.
         chunk_tokens: tokens of one chunk.
+        drafts: the engine decodes speculatively.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class RequestPolicy:
         may_load: bool,
         block_tokens: int,
         chunk_tokens: int,
+        drafts: bool = False,
     ) -> None:
         self._options = options
         self._stores = may_store and options.store != "none"
         self._loads = may_load and options.load
         self._block_tokens = block_tokens
         self._chunk_tokens = chunk_tokens
+        self._drafts = drafts
 
     def minimum_hit(self, local_tokens: int) -> int:
         """Shortest external hit that is worth a load, given the local one.
@@ -71,6 +74,12 @@ class RequestPolicy:
         if getattr(request, "lora_request", None) is not None:
             # vLLM's hash covers an adapter's name and path, not its content.
             return Decision(StoreRule(0, Reason.ADAPTER_UNKNOWN), Reason.ADAPTER_UNKNOWN)
+        if self._drafts and getattr(request, "resumable", False):
+            # An answer that stops within accepted drafts leaves num_computed_tokens beyond the
+            # tokens that vLLM keeps (_update_request_as_session); the next input's first tokens
+            # then count as computed, and their KV is that of the dropped ones.
+            reason = Reason.DRAFTS_IN_SESSION
+            return Decision(StoreRule(0, reason), reason)
         switches = getattr(request, "kv_transfer_params", None)
         _tell_unknown_switches(switches)
         store = self._stores and _switch(switches, STORE_SWITCH)

@@ -22,7 +22,7 @@ from kvledger.vllm.lookups import Lookups
 from kvledger.vllm.metadata import StepPlan
 from kvledger.vllm.policy import RequestPolicy
 from kvledger.vllm.stores import Stores
-from kvledger.vllm.tracked import EngineRequest, Tracked
+from kvledger.vllm.tracked import EngineRequest, Tracked, waits_for_load
 
 logger = logging.getLogger("kvledger")
 
@@ -140,6 +140,9 @@ class SchedulerSide(Listener):
             return
         if tracked.load is not None:
             valid = tracked.load.local_tokens
+        elif tracked.loads_elsewhere:
+            self._let_go(tracked)
+            valid = tracked.local_tokens
         else:
             self._let_go(tracked)
             known = request.num_tokens
@@ -265,6 +268,9 @@ class SchedulerSide(Listener):
         if tracked.load is not None:
             self._advance(tracked, tracked.load.local_tokens, None)
             return True
+        tracked.loads_elsewhere = waits_for_load(request)
+        if tracked.loads_elsewhere:
+            return False
         scheduled = scheduled_tokens.get(request.request_id, 0)
         valid = min(request.num_computed_tokens + scheduled, request.num_tokens)
         if tracked.account.is_closed_at(valid):

@@ -25,6 +25,13 @@ class EngineRequest(Protocol):
     def num_tokens(self) -> int: ...
 
 
+def waits_for_load(request: EngineRequest) -> bool:
+    """Whether vLLM holds the request back until a connector has loaded its blocks: then
+    ``num_computed_tokens`` counts tokens that have no KV yet."""
+    status = getattr(request, "status", None)
+    return getattr(status, "name", "") == "WAITING_FOR_REMOTE_KVS"
+
+
 @dataclass(slots=True)
 class Load:
     """An asynchronous load that vLLM waits for.
@@ -67,6 +74,7 @@ class Tracked:
         refusal: why its last chunks got no slot.
         retry_step: it asks for slots again at this step of the engine.
         refusals: refusals in a row.
+        loads_elsewhere: another connector of the engine was loading for it at the last step.
     """
 
     request: EngineRequest
@@ -81,6 +89,7 @@ class Tracked:
     refusal: Reason | None = None
     retry_step: int = 0
     refusals: int = 0
+    loads_elsewhere: bool = False
     loading_names: list[Name] = field(default_factory=list)
 
     def names(self, first: int, stop: int) -> list[Name]:
