@@ -38,7 +38,7 @@ PIP_NOTES := sed -u -E \
 PYTEST := PYTHONPATH=tests $(BIN)/python -m pytest -p strict_skips
 TEST_ARGS ?=
 
-.PHONY: help venv demo bench test test-full lint types unit sim smoke clean distclean
+.PHONY: help venv demo bench test test-full lint types unit sim smoke soak mutants audit audit-rival clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -104,6 +104,9 @@ sim: venv ## the simulated engine: vLLM's scheduler, our connector, a real serve
 
 smoke: venv ## a real engine on the CPU: same output, predicted hits
 	$(PYTEST) tests/engine -m "not full" $(TEST_ARGS)
+
+soak: venv ## random schedules on the simulated engine until it is stopped, or SOAK_ARGS="--minutes 10"
+	@PYTHONPATH=tests:tests/sim $(BIN)/python tests/sim/soak.py $(SOAK_ARGS)
 
 # ---------------------------------------------------------------- tidying
 

@@ -6,7 +6,8 @@ import logging
 
 import sim_reference_connector
 from kvledger.sim import SimulatedEngine
-from kvledger.sim.schedule import Mix, generate, play
+from kvledger.sim.play import EngineStage, play
+from kvledger.sim.schedule import Mix, generate
 from sim_reference_connector import ReferenceConnector
 
 logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -35,4 +36,9 @@ def maker(connector=ReferenceConnector, extra_config=None, **fields):
 
 def play_random(make, seed, count, mix=CROWD):
     """Play one random schedule; returns the number of steps."""
-    return play(make, seed, generate(seed, count, mix), mix)
+    return play(stage(make, seed, mix), seed, generate(seed, count, mix))["steps"]
+
+
+def stage(make, seed, mix=CROWD):
+    """What :func:`play` wants: a function that makes a fresh stage."""
+    return lambda: EngineStage(make(), seed, mix)

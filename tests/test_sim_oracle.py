@@ -9,7 +9,7 @@ import pytest
 
 import sim_reference_connector
 from kvledger.sim import OracleError, SimulatedEngine
-from kvledger.sim.schedule import ScheduleFailure
+from kvledger.sim.play import ScheduleFailure
 from sim_reference_connector import (
     EarlyReportConnector,
     FirstRankConnector,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from kvledger.sim.schedule import Do, Mix, ScheduleFailure, generate, play, shrink
+from kvledger.sim.play import ScheduleFailure, play, shrink
+from kvledger.sim.schedule import Action, Do, Mix, from_text, generate, to_text
 from sim_reference_connector import EarlyReportConnector, ReferenceConnector
-from sim_support import CROWD, maker, play_random
+from sim_support import CROWD, maker, play_random, stage
 
 MODES = {
     "plain": ({}, {}),
@@ -27,15 +29,19 @@ MODES = {
     "ranks": ({"delay": 1, "failures": 0.2}, {"ranks": 2, "pickle_metadata": True}),
     "windows": ({"delay": 1}, {"windows": (None, 12, 20), "num_blocks": 64}),
     "no prefix cache": ({"delay": 1}, {"prefix_caching": False}),
+    "sessions": ({"delay": 1}, {}),
+    "sessions, asynchronous scheduling": ({"delay": 1}, {"async_scheduling": True}),
     "priority": ({"delay": 1}, {"policy": "priority"}),
     "block-outermost layout": ({}, {"layout": "BLNHC"}),
 }
+SESSIONS = replace(CROWD, more=100, sessions=400)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_right_connector_survives(mode):
     extra, fields = MODES[mode]
-    assert play_random(maker(ReferenceConnector, extra, **fields), 11, 1500) > 300
+    mix = SESSIONS if "sessions" in mode else CROWD
+    assert play_random(maker(ReferenceConnector, extra, **fields), 11, 1500, mix) > 300
 
 
 def test_engine_without_a_connector_survives():
@@ -66,6 +72,16 @@ def test_generated_actions_depend_on_the_seed_alone():
     assert [action.do for action in first[-2:]] == [Do.DRAIN, Do.CHECK]
 
 
+def test_a_schedule_as_text_means_the_same():
+    mix = Mix(more=50, weights=20, outside=20, sessions=300, adapters=2)
+    actions = list(generate(7, 500, mix, engines=2))
+    assert from_text(to_text(actions)) == actions
+    assert to_text([Action(Do.STEP)] * 3) == "step*3"
+    assert to_text([Action(Do.ABORT, (4,), 1)]) == "1/abort:4"
+    with pytest.raises(ValueError, match="'jump' is no action"):
+        from_text("step jump")
+
+
 def test_mix_decides_what_comes():
     mix = Mix(add=500, abort=0, reset=0, phases=0, check=0)
     counts = dict.fromkeys(Do, 0)
@@ -81,8 +97,8 @@ def test_failure_replays_from_its_actions_and_shrinks():
         play_random(make, 1, 2500)
     failure = caught.value
     with pytest.raises(ScheduleFailure) as again:
-        play(make, failure.seed, iter(failure.actions), CROWD)
+        play(stage(make, failure.seed), failure.seed, from_text(failure.text))
     assert str(again.value) == str(failure)
-    shorter = shrink(make, failure, CROWD, max_tries=80)
+    shorter = shrink(stage(make, failure.seed), failure, max_tries=80)
     assert len(shorter.actions) <= len(failure.actions) / 2
     assert type(shorter.__cause__) is type(failure.__cause__)

@@ -162,7 +162,7 @@ def test_pickled_metadata_is_a_copy_for_each_rank():
         bound = [watch_bound(rank.connector) for rank in engine.workers.ranks]
         engine.add(range(50))
         record = engine.begin_step()
-        metadata = engine._flights[0].output.kv_connector_metadata
+        metadata = engine._cycle._flights[0].output.kv_connector_metadata
         engine.run_workers()
         engine.finish_step()
         assert record.scheduled

@@ -24,6 +24,7 @@ class _Client:
         context: tokens before the current answer.
         answer: the current answer, as far as it was received.
         inputs: turns that were sent and have not begun.
+        longest: tokens of all inputs and of the longest answers they allow.
         turn_over: the answer is complete, and no next turn has begun.
         checked: answers are compared with what a cold engine says.
     """
@@ -31,6 +32,7 @@ class _Client:
     prompt: Prompt
     context: list[int]
     is_session: bool
+    longest: int
     answer: list[int] = field(default_factory=list)
     inputs: deque[Sequence[int]] = field(default_factory=deque)
     turn_over: bool = False
@@ -53,13 +55,15 @@ class Clients:
 
     def send(self, request_id: str, prompt: Prompt, weights: str, *, is_session: bool) -> None:
         """A client sends its first input."""
-        self._clients[request_id] = _Client(prompt, list(prompt.tokens), is_session)
+        longest = len(prompt.tokens) + prompt.max_tokens
+        self._clients[request_id] = _Client(prompt, list(prompt.tokens), is_session, longest)
         self._prefixes[request_id] = Prefix(self._pattern, prompt.seed(weights), prompt.tokens)
         self.outputs[request_id] = []
 
-    def send_more(self, request_id: str, tokens: Sequence[int]) -> None:
+    def send_more(self, request_id: str, tokens: Sequence[int], max_tokens: int) -> None:
         """The client of a session sends the next input."""
         client = self._clients[request_id]
+        client.longest += len(tokens) + max_tokens
         client.inputs.append(tokens)
         if client.turn_over:
             self._next_turn(client)
@@ -108,6 +112,11 @@ class Clients:
         """Tokens of the request, the last one received included."""
         client = self._clients[request_id]
         return len(client.context) + len(client.answer)
+
+    def longest(self, request_id: str) -> int:
+        """Tokens it comes to once every input that was sent is answered in full, at most."""
+        client = self._clients[request_id]
+        return client.longest
 
     def prefix(self, request_id: str) -> Prefix:
         """The pattern of the request's tokens, shared with the workers."""

@@ -17,19 +17,20 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 from vllm.lora.request import LoRARequest
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from kvledger.sim.assembly import assemble
 from kvledger.sim.clients import Clients
+from kvledger.sim.cycle import Cycle
 from kvledger.sim.model import (
     ConnectorOptions,
     EngineFields,
@@ -52,15 +53,6 @@ IDLE_SECONDS = 0.001
 
 class EngineStuckError(AssertionError):
     """The engine did not become idle within its bounds; the message lists the live requests."""
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A step between its schedule and its update."""
-
-    output: Any
-    record: StepRecord
-    result: ModelRunnerOutput | None = None
 
 
 class SimulatedEngine:
@@ -92,7 +84,6 @@ class SimulatedEngine:
         self.steps: deque[StepRecord] = deque(maxlen=STEP_LIMIT)
         self.weights = self.options.weights
         self._requests: dict[str, Request] = {}
-        self._flights: deque[_Flight] = deque()
         self._observer = Observer()
         self._next_id = 0
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -121,6 +112,16 @@ class SimulatedEngine:
         if self.connector is not None:
             self._observer.attach(self.connector)
         self._watch = Watch(self.scheduler, self.workers, self.oracle, self._observer)
+        is_async = self.options.async_scheduling
+        self._cycle = Cycle(
+            self.scheduler,
+            self.workers,
+            self._watch,
+            self._observer,
+            limit=2 if is_async else 1,
+            returns_drafts=bool(self.options.drafts) and not is_async,
+            prefix_of=self._prefix,
+        )
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ class SimulatedEngine:
     def add_more(self, request_id: str, tokens: Sequence[int], *, max_tokens: int = 1) -> None:
         """Send the next input of a session; it begins when the answer before is complete."""
         first = self.clients.prompt(request_id)
-        self.clients.send_more(request_id, list(tokens))
+        self.clients.send_more(request_id, list(tokens), max_tokens)
         self._observer.note(Kind.MORE_INPUT, request_id, len(tokens))
         turn = replace(first, tokens=list(tokens), max_tokens=max_tokens)
         update = make_request(request_id, turn, self._parts.hasher, resumable=True)
@@ -223,14 +224,24 @@ class SimulatedEngine:
     # ---- stepping ---------------------------------------------------------------------------
 
     @property
+    def total_events(self) -> int:
+        """Events so far, those that the log has dropped included."""
+        return self._observer.total
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Events of each kind over the engine's life, steps, and what they computed."""
+        return self._observer.counts
+
+    @property
     def is_idle(self) -> bool:
         """Whether vLLM's engine core would sleep: nothing to schedule, nothing in flight."""
-        return not self._flights and not self.scheduler.has_requests()
+        return not self.in_flight and not self.scheduler.has_requests()
 
     @property
     def in_flight(self) -> int:
         """Steps that are scheduled and not yet finished."""
-        return len(self._flights)
+        return self._cycle.in_flight
 
     @property
     def step_count(self) -> int:
@@ -240,18 +251,18 @@ class SimulatedEngine:
     @property
     def waits_for_workers(self) -> bool:
         """Whether a step is scheduled whose workers did not run."""
-        return any(flight.result is None for flight in self._flights)
+        return self._cycle.waits_for_workers
 
     @property
     def oldest_waits_for_workers(self) -> bool:
         """Whether :meth:`finish_step` has to wait for :meth:`run_workers`."""
-        return bool(self._flights) and self._flights[0].result is None
+        return self._cycle.oldest_waits_for_workers
 
     @property
     def can_preempt_all(self) -> bool:
         """Whether running requests can be reset; vLLM refuses while others hold blocks."""
         get_blocks = self.scheduler.kv_cache_manager.get_block_ids
-        return not self._flights and not any(
+        return not self.in_flight and not any(
             any(get_blocks(request_id))
             for request_id, request in self.scheduler.requests.items()
             if request.status != RequestStatus.RUNNING
@@ -259,40 +270,20 @@ class SimulatedEngine:
 
     def begin_step(self) -> StepRecord:
         """Schedule one step. Raises RuntimeError when the engine may not run further ahead."""
-        limit = 2 if self.options.async_scheduling else 1
-        if len(self._flights) >= limit:
-            raise RuntimeError(f"{limit} steps are in flight; call finish_step() first")
-        self._observer.step += 1
-        output = self.scheduler.schedule()
-        record = self._watch.scheduled(output)
-        self._flights.append(_Flight(output, record))
-        return record
+        return self._cycle.begin()
 
     def run_workers(self) -> StepRecord:
         """Execute the oldest step that was not; the oracle checks reads, loads and canaries."""
-        flight = next((flight for flight in self._flights if flight.result is None), None)
-        if flight is None:
-            raise RuntimeError("no step waits for its workers; call begin_step() first")
-        flight.result = self.workers.execute(flight.output)
-        self._watch.executed(flight.record, flight.result, self._prefix)
-        return flight.record
+        return self._cycle.work()
 
     def finish_step(self) -> StepRecord:
         """Hand the oldest executed step's output to the scheduler."""
-        if not self._flights or self._flights[0].result is None:
-            raise RuntimeError("no step was executed; call run_workers() first")
-        flight = self._flights.popleft()
-        ended = self.scheduler.update_from_output(flight.output, flight.result)
-        for outputs in ended.values():
-            for output in outputs.outputs:
-                self._give_out(output)
-        if self.options.drafts and not self.options.async_scheduling and flight.record.scheduled:
-            drafts = self.workers.drafts
-            self.scheduler.update_draft_token_ids(
-                DraftTokenIds(list(drafts), [list(tokens) for tokens in drafts.values()])
-            )
-        self.steps.append(flight.record)
-        return flight.record
+        record, outputs = self._cycle.finish()
+        for output in outputs:
+            self._give_out(output)
+        self._cycle.return_drafts(record)
+        self.steps.append(record)
+        return record
 
     def _give_out(self, output: Any) -> None:
         """A client receives tokens."""
@@ -301,7 +292,8 @@ class SimulatedEngine:
         if is_complete and request_id in self.scheduler.requests:
             self._observer.note(Kind.ANSWERED, request_id)
         elif is_complete:
-            self._observer.note(Kind.FINISHED, request_id)
+            failed = output.finish_reason == FinishReason.ERROR
+            self._observer.note(Kind.FAILED if failed else Kind.FINISHED, request_id)
             self._remember(request_id)
         self.clients.receive(
             request_id, output.new_token_ids, self.weights, is_complete=is_complete
@@ -312,14 +304,14 @@ class SimulatedEngine:
 
         With asynchronous scheduling a turn fills the queue of two before it takes an output.
         """
-        limit = 2 if self.options.async_scheduling else 1
-        if len(self._flights) < limit and self.scheduler.has_requests():
+        limit = self._cycle.limit
+        if self.in_flight < limit and self.scheduler.has_requests():
             record = self.begin_step()
             self._run_pending()
-            if len(self._flights) < limit and (record.scheduled or self.scheduler.has_requests()):
+            if self.in_flight < limit and (record.scheduled or self.scheduler.has_requests()):
                 return None
         self._run_pending()
-        return self.finish_step() if self._flights else None
+        return self.finish_step() if self.in_flight else None
 
     def run(self, *, max_steps: int = 100_000, deadline_seconds: float = 60.0) -> None:
         """Step until idle.
@@ -356,7 +348,7 @@ class SimulatedEngine:
         Everything running is preempted and both caches are reset before. From here on every
         token has other KV bytes. Raises RuntimeError with steps in flight or loads under way.
         """
-        if self._flights:
+        if self.in_flight:
             raise RuntimeError("finish the steps in flight before the weights change")
         self.reset_prefix_cache(connector=True, running=True)
         self.weights = weights
@@ -375,7 +367,7 @@ class SimulatedEngine:
         """
         if self.waits_for_workers:
             raise RuntimeError("a step waits for its workers; call run_workers() first")
-        self._watch.check_everything(self._prefix, settled=not self._flights)
+        self._watch.check_everything(self._prefix, settled=not self.in_flight)
 
     def close(self) -> None:
         """Shut both sides of the connector down and remove the model directory."""

@@ -171,7 +171,8 @@ def build_config(
     """A VllmConfig as vLLM's own argument parser would build it, for the model in ``directory``.
 
     Asynchronous scheduling and several ranks are set after construction: the CPU platform would
-    refuse the first, and would look for devices for the second.
+    refuse the first, and would look for devices for the second. The layout is set where the
+    engine core sets it, so that a connector finds it resolved.
     """
     model = ModelConfig(
         model=str(directory),
@@ -211,6 +212,7 @@ def build_config(
             target_model_config=config.model_config,
             target_parallel_config=config.parallel_config,
         )
+    config.cache_config.kv_cache_layout = options.layout
     config.scheduler_config.async_scheduling = options.async_scheduling
     config.parallel_config.tensor_parallel_size = options.ranks
     config.parallel_config.world_size = options.ranks

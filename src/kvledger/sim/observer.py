@@ -6,7 +6,7 @@ through unchanged. Nothing is added to the conversation: a look-up is asked as o
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 from kvledger.sim.records import Allocation, Event, Kind
@@ -22,17 +22,26 @@ class Observer:
         events: newest last, at most :data:`EVENT_LIMIT`.
         allocations: request id → its admissions, oldest first, while the engine remembers it.
         step: number of the step begun last.
+        total: events so far.
+        counts: how often each kind of event has happened, and other numbers over the engine's life.
     """
 
     def __init__(self) -> None:
         self.events: deque[Event] = deque(maxlen=EVENT_LIMIT)
         self.allocations: dict[str, list[Allocation]] = {}
         self.step = 0
+        self.total = 0
+        self.counts: Counter[str] = Counter()
         self._lookups: dict[str, tuple[int, bool]] = {}
 
     def note(self, kind: Kind, request_id: str = "", tokens: int | None = None) -> None:
         """Append one event."""
-        self.events.append(Event(self.step, kind, request_id, tokens))
+        self._append(Event(self.step, kind, request_id, tokens))
+
+    def _append(self, event: Event) -> None:
+        self.events.append(event)
+        self.total += 1
+        self.counts[event.kind] += 1
 
     def attach(self, connector: Any) -> None:
         """Shadow the methods of a scheduler-side connector."""
@@ -59,7 +68,7 @@ class Observer:
     def _looked_up(self, request_id: str, local: int, answer: tuple[int | None, bool]) -> None:
         tokens, is_async = answer
         self._lookups[request_id] = (local, is_async)
-        self.events.append(Event(self.step, Kind.LOOKED_UP, request_id, tokens, local))
+        self._append(Event(self.step, Kind.LOOKED_UP, request_id, tokens, local))
 
     def _allocated(self, request: Any, blocks: Any, external: int) -> None:
         request_id = request.request_id
@@ -70,4 +79,4 @@ class Observer:
         ids = tuple(tuple(group) for group in blocks.get_block_ids())
         allocation = Allocation(self.step, local, external, is_async and external > 0, ids)
         self.allocations.setdefault(request_id, []).append(allocation)
-        self.events.append(Event(self.step, Kind.ALLOCATED, request_id, external, local))
+        self._append(Event(self.step, Kind.ALLOCATED, request_id, external, local))

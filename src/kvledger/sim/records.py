@@ -22,6 +22,7 @@ class Kind(StrEnum):
     PREEMPTED = "preempted"
     ABORTED = "aborted"
     FINISHED = "finished"
+    FAILED = "failed"
     MORE_INPUT = "more_input"
     ANSWERED = "answered"
     SESSION_ENDED = "session_ended"
@@ -80,6 +81,7 @@ class StepRecord:
         resumed: requests that came back after a preemption.
         preempted: requests preempted while this step was scheduled, or since the last one.
         finished: requests the workers were told to forget.
+        drafted: request id → draft tokens among the scheduled ones.
         sampled: request id → tokens as the workers sampled them.
         loads_finished: asynchronous loads reported as ended, failed ones included.
         loads_failed: asynchronous loads reported as failed as a whole.
@@ -93,6 +95,7 @@ class StepRecord:
     resumed: frozenset[str] = frozenset()
     preempted: frozenset[str] = frozenset()
     finished: frozenset[str] = frozenset()
+    drafted: dict[str, int] = field(default_factory=dict)
     sampled: dict[str, list[int]] = field(default_factory=dict)
     loads_finished: frozenset[str] = frozenset()
     loads_failed: frozenset[str] = frozenset()

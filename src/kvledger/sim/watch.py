@@ -42,10 +42,19 @@ class Watch:
             resumed=frozenset(cached.resumed_req_ids),
             preempted=frozenset(output.preempted_req_ids or ()),
             finished=frozenset(output.finished_req_ids),
+            drafted={
+                name: len(tokens) for name, tokens in output.scheduled_spec_decode_tokens.items()
+            },
         )
         for request_id in record.preempted:
             self._observer.note(Kind.PREEMPTED, request_id)
+        self._count("steps")
+        self._count("computing steps", bool(record.scheduled))
+        self._count("scheduled tokens", sum(record.scheduled.values()))
         return record
+
+    def _count(self, what: str, number: int = 1) -> None:
+        self._observer.counts[what] += number
 
     def executed(
         self, record: StepRecord, result: ModelRunnerOutput, prefix_of: Callable[[str], Prefix]
@@ -56,6 +65,9 @@ class Watch:
         record.sampled = {
             request_id: sampled[index] for request_id, index in result.req_id_to_index.items()
         }
+        for request_id, drafted in record.drafted.items():
+            accepted = max(0, len(record.sampled.get(request_id, ())) - 1)
+            self._count("rejected drafts", drafted - accepted)
         record.loads_finished = frozenset(report.finished_recving or ())
         record.loads_failed = frozenset(report.failed_recving)
         record.invalid_blocks = frozenset(report.invalid_block_ids)
