@@ -108,6 +108,9 @@ smoke: venv ## a real engine on the CPU: same output, predicted hits
 soak: venv ## random schedules on the simulated engine until it is stopped, or SOAK_ARGS="--minutes 10"
 	@PYTHONPATH=tests:tests/sim $(BIN)/python tests/sim/soak.py $(SOAK_ARGS)
 
+mutants: venv ## small wrong changes to our own code, one at a time: which test notices each
+	@$(BIN)/python tests/mutants/run.py $(MUTANTS_ARGS)
+
 # ---------------------------------------------------------------- tidying
 
 clean: ## caches and build products; the virtual environment stays

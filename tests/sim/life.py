@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from books import DEADLINE_SECONDS, World, chunk_tokens
+from committed import Committed
 from plans import PLANS, Plan
 from sim_server import Server
 from standing import Standing
@@ -125,6 +126,7 @@ class Life:
         ]
         self.players = [Player(engine, seed, plan.mix) for engine in self.engines]
         self._standing = [Standing(engine, chunk_tokens(engine)) for engine in self.engines]
+        self._committed = [Committed(engine, chunk_tokens(engine)) for engine in self.engines]
         self._weather = Weather(
             self._server,
             self.engines,
@@ -153,6 +155,7 @@ class Life:
         if action.do is Do.RESET and action.numbers[0] & 1:
             standing.after_connector_reset()
         standing.look()
+        assert not self._committed[number].violations, self._committed[number].violations
         if action.do is Do.CHECK or self._applied % ROUND == 0:
             self._check()
 
@@ -207,6 +210,8 @@ class Life:
             self.statistics.update({f"fate {k}": n for k, n in accounts.totals.items()})
             self.statistics["accounts"] += accounts.closed
             self.statistics["failed loads"] += accounts.failed_loads
+        for committed in self._committed:
+            self.statistics.update(committed.statistics)
         self.statistics.update(self._weather.statistics)
         evicted = self._server.totals()["evicted"]
         self.statistics["evicted"] += evicted - (

@@ -47,6 +47,7 @@ AT_LEAST = {
     "resets of the connector": 300,
     "resets of the prefix cache": 300,
     "changes of the weights": 40,
+    "chunks compared at their store": 50_000,
     "fate stored": 50_000,
     "fate loaded": 30_000,
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from life import Life, Servers
 from plans import PLANS, Plan
 from soak import play_round
 
+from kvledger.ledger import Account
 from kvledger.reasons import Reason
 from kvledger.sim import Kind, OracleError
 from kvledger.sim.play import ScheduleFailure, play, shrink
@@ -99,3 +100,17 @@ def test_a_failure_is_found_shrunk_and_played_again(
     with pytest.raises(ScheduleFailure) as again:
         play(stage, shorter.seed, from_text(shorter.text))
     assert isinstance(again.value.__cause__, OracleError)
+
+
+def test_a_foreign_block_in_the_store_is_found_at_once(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the account takes a chunk's blocks from one place further on."""
+    capture = Account.capture
+
+    def shifted(self: Account, table: Sequence[int]) -> None:
+        capture(self, [*table[1:], *table[:1]])
+
+    monkeypatch.setattr(Account, "capture", shifted)
+    with pytest.raises(ScheduleFailure, match="I1: foreign bytes were stored"):
+        play(lambda: Life(servers, "plain", 3), 3, generate(3, ACTIONS, PLANS["plain"].mix))

@@ -120,7 +120,7 @@ class SimulatedEngine:
             self._observer,
             limit=2 if is_async else 1,
             returns_drafts=bool(self.options.drafts) and not is_async,
-            prefix_of=self._prefix,
+            prefix_of=self.prefix,
         )
 
     # ---- requests ---------------------------------------------------------------------------
@@ -367,7 +367,7 @@ class SimulatedEngine:
         """
         if self.waits_for_workers:
             raise RuntimeError("a step waits for its workers; call run_workers() first")
-        self._watch.check_everything(self._prefix, settled=not self.in_flight)
+        self._watch.check_everything(self.prefix, settled=not self.in_flight)
 
     def close(self) -> None:
         """Shut both sides of the connector down and remove the model directory."""
@@ -402,7 +402,7 @@ class SimulatedEngine:
             prefix = self._prefix_of(request)
             self.oracle.remember(request.block_hashes, prefix)
 
-    def _prefix(self, request_id: str) -> Prefix:
+    def prefix(self, request_id: str) -> Prefix:
         """The pattern of what a request stands for now."""
         request = self._requests.get(request_id)
         return self.clients.prefix(request_id) if request is None else self._prefix_of(request)

@@ -93,6 +93,15 @@ class Oracle:
             )
         return found
 
+    def compare_blocks(
+        self, owner: str, states: U64, first_position: int, blocks: Sequence[int], group: int = 0
+    ) -> list[Mismatch]:
+        """Check whole blocks: states of their tokens, which begin at ``first_position``."""
+        size = self._options.block_size
+        positions = np.arange(first_position, first_position + len(states))
+        ids = np.repeat(np.array(blocks, dtype=np.int64), size)
+        return self._compare_slots(owner, group, states, positions, ids)
+
     def remember(self, block_hashes: Sequence[bytes], prefix: Prefix) -> None:
         """Note what the blocks of a request's hashes hold, for :meth:`sweep`."""
         size = self._options.block_size
