@@ -57,3 +57,12 @@ def server(tmp_path: Path) -> Iterator[StartServer]:
         running.kill()
         assert running.process.stdout is not None
         running.process.stdout.close()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Marks of all tests."""
+    config.addinivalue_line(
+        "markers",
+        "pitfall(*numbers): ways to get a vLLM connector wrong that the test would catch, as "
+        "listed in docs/conformance.md",
+    )

@@ -54,6 +54,7 @@ def test_the_chunk_before_must_be_there() -> None:
     assert books.reserve("e", [chain[0], chain[0]]).reason is Reason.PARENT_MISSING
 
 
+@pytest.mark.pitfall(16, 57)
 def test_visible_only_after_every_rank_has_committed() -> None:
     books = Books()
     chain = names("a", 2)

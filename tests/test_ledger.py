@@ -109,6 +109,7 @@ def test_what_the_server_has_is_present_at_once() -> None:
     assert list(books.runs_to_ask()) == [range(2, 3)]
 
 
+@pytest.mark.pitfall(47)
 def test_the_null_block_is_never_read() -> None:
     books = account(chunk_tokens=32)
     books.advance(96)

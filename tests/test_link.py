@@ -150,6 +150,7 @@ def test_a_link_follows_the_server(
     assert said == [absent, there, lost, absent, there]
 
 
+@pytest.mark.pitfall(41)
 def test_an_idle_engine_attaches_again_by_itself(
     server: StartServer, make_link: MakeLink, tmp_path: object
 ) -> None:

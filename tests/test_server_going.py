@@ -247,6 +247,7 @@ def test_the_same_description_again_changes_nothing(running: RunningServer) -> N
 # ---------------------------------------------------------------- draining
 
 
+@pytest.mark.pitfall(59)
 def test_draining_waits_for_open_reservations(running: RunningServer) -> None:
     scheduler, (worker,) = attach(running.socket_path)
     store(scheduler, [worker], names("warm", 1))
@@ -265,6 +266,7 @@ def test_draining_waits_for_open_reservations(running: RunningServer) -> None:
     assert running.process.wait(10) == 0
 
 
+@pytest.mark.pitfall(59)
 def test_draining_does_not_wait_for_ever(running: RunningServer) -> None:
     scheduler, (worker,) = attach(running.socket_path)
     store(scheduler, [worker], names("warm", 1))

@@ -115,6 +115,7 @@ def test_the_same_bytes_at_two_paths_are_the_same_weights(model, base, tmp_path)
         assert other["display.model"] != base["display.model"]
 
 
+@pytest.mark.pitfall(55)
 def test_a_checkpoint_saved_over_another_is_another(base, tmp_path) -> None:
     path = save_model(tmp_path / "model")
     assert differing_fields(base, describe(vllm_config(path))) == []
@@ -238,6 +239,7 @@ def changed(case: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("case", DIFFERENCES)
+@pytest.mark.pitfall(55)
 def test_a_difference_is_named_where_it_is(model, base, case) -> None:
     other = describe(vllm_config(model, **changed(case)))
     assert differing_fields(base, other) == DIFFERENCES[case][1]
@@ -374,6 +376,7 @@ def test_the_root_of_the_hash_chain_is_refused_before_vllm_has_set_it(model) -> 
     assert hashing_fields(config) == {"hash.root": bytes(kv_cache_utils.NONE_HASH).hex()}
 
 
+@pytest.mark.pitfall(55)
 def test_the_root_follows_the_seed_and_the_algorithm(model, no_root) -> None:
     config, roots = vllm_config(model), []
     for seed, function in ((None, sha256), (None, sha256), ("1", sha256), (None, sha256_cbor)):
@@ -425,6 +428,7 @@ def test_engines_that_are_refused(model, changes, sentence) -> None:
     assert sentence in found[0]
 
 
+@pytest.mark.pitfall(55)
 def test_measured_scales_are_refused(model, monkeypatch) -> None:
     config = vllm_config(model)
     monkeypatch.setattr(type(config.cache_config), "calculate_kv_scales", True, raising=False)

@@ -96,6 +96,7 @@ def row(memory: EngineMemory, index: int, block: int) -> bytes:
 
 
 @pytest.mark.parametrize(("layout", "order"), [("LBHNC", (0, 1, 2)), ("LBNHC", (1, 0, 2))])
+@pytest.mark.pitfall(4, 49)
 def test_block_contiguous_layouts_give_one_row_for_each_layer(vllm_config, layout, order) -> None:
     engine = build(vllm_config, layout)
     memory = engine.inspect()
@@ -110,6 +111,7 @@ def test_block_contiguous_layouts_give_one_row_for_each_layer(vllm_config, layou
 
 
 @pytest.mark.parametrize(("layout", "order"), [("BLHNC", (0, 1, 2)), ("BLNHC", (1, 0, 2))])
+@pytest.mark.pitfall(49)
 def test_block_outermost_layouts_give_one_row_for_all_layers(vllm_config, layout, order) -> None:
     engine = build(vllm_config, layout)
     memory = engine.inspect()
@@ -120,6 +122,7 @@ def test_block_outermost_layouts_give_one_row_for_all_layers(vllm_config, layout
 
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
+@pytest.mark.pitfall(4)
 def test_blocks_in_several_pieces_are_refused_with_the_remedy(vllm_config, layout) -> None:
     with pytest.raises(UnsupportedLayoutError, match="VLLM_KV_CACHE_LAYOUT=LBHNC"):
         build(vllm_config, layout).inspect()
@@ -135,6 +138,7 @@ def test_one_head_makes_every_layer_outermost_layout_the_same(vllm_config) -> No
 
 
 @pytest.mark.parametrize(("layout", "order"), [("LBHNC", (0, 1, 2)), ("LBNHC", (1, 0, 2))])
+@pytest.mark.pitfall(51)
 def test_kernel_blocks_are_presented_as_manager_blocks(vllm_config, layout, order) -> None:
     engine = build(vllm_config, layout, kernel_tokens=4)
     memory = engine.inspect()
@@ -177,6 +181,7 @@ def test_one_group_may_hold_pages_of_several_sizes(vllm_config) -> None:
         assert row(memory, index, 3) == bytes_of(engine.tensors[layer.names[0]][3])
 
 
+@pytest.mark.pitfall(50)
 def test_layers_that_share_memory_are_moved_once(vllm_config) -> None:
     engine = build(vllm_config)
     plain = engine.inspect()
@@ -192,6 +197,7 @@ def test_a_layer_outside_all_groups_with_its_own_memory_is_refused(vllm_config) 
         engine.inspect()
 
 
+@pytest.mark.pitfall(49)
 def test_layers_in_separate_storages(vllm_config) -> None:
     engine = build(vllm_config)
     plain = engine.inspect()
@@ -226,6 +232,7 @@ def test_the_description_leaves_the_number_of_blocks_out(vllm_config) -> None:
         ("BLHNC", FULL, "rank.worker.pages"),
     ],
 )
+@pytest.mark.pitfall(55)
 def test_what_decides_bytes_shows_in_the_description(vllm_config, layout, spec, field) -> None:
     reference = build(vllm_config).inspect().describe()
     other = build(vllm_config, layout, spec).inspect().describe()
@@ -258,6 +265,7 @@ HIDDEN = HiddenStateCacheSpec(block_size=16, num_kv_heads=1, head_size=64, dtype
         ([replace(FULL, non_causal=True)], "both directions"),
     ],
 )
+@pytest.mark.pitfall(2, 25, 38, 48)
 def test_kinds_of_models_that_are_refused(specs, sentence) -> None:
     def names(spec: KVCacheSpec) -> list[str]:
         return list(getattr(spec, "kv_cache_specs", NAMES))

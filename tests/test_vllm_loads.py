@@ -169,6 +169,7 @@ def test_a_hit_that_was_let_go_is_not_loaded(loading: Loading) -> None:
     assert loading.loads.active == {}
 
 
+@pytest.mark.pitfall(58)
 def test_a_lease_that_the_server_does_not_know_fails(loading: Loading) -> None:
     item = request(3)
     loading.stored(item)

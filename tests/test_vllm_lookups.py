@@ -63,6 +63,7 @@ def flush_all(lookups: Lookups, running: RunningServer) -> None:
     assert lookups.leases == 0
 
 
+@pytest.mark.pitfall(13)
 def test_asking_again_changes_nothing(desk: Desk, lookups: Lookups, running: RunningServer) -> None:
     desk.store(names("a", 3))
     lookup = lookups.ask(prompt("a", 5), None)
@@ -110,6 +111,7 @@ def test_a_namespace_that_is_not_open_is_a_reason(running: RunningServer) -> Non
         assert lookup.reason is Reason.NAMESPACE_OPENING
 
 
+@pytest.mark.pitfall(15)
 def test_a_late_answer_is_a_miss_and_gives_its_lease_back(
     desk: Desk, running: RunningServer
 ) -> None:

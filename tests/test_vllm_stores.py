@@ -330,6 +330,7 @@ def test_accounts_are_closed_once_though_the_server_dies_meanwhile(
     assert accounts.closing == []
 
 
+@pytest.mark.pitfall(28)
 def test_plans_are_flat_bytes(desk: Desk, stores: Stores) -> None:
     """What travels to the workers holds no object of ours."""
     item = tracked(4)

@@ -148,6 +148,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.pitfall(49)
 def test_store_moves_exactly_these_bytes(memory, make, case) -> None:
     block_ids, offsets, part_offset = CASES[case]
     world = World.of(memory)
@@ -168,6 +169,7 @@ SKIPPING = {
 
 
 @pytest.mark.parametrize("case", CASES | SKIPPING)
+@pytest.mark.pitfall(49)
 def test_load_moves_exactly_these_bytes(memory, make, case) -> None:
     block_ids, offsets, part_offset = (CASES | SKIPPING)[case]
     world = World.of(memory)
@@ -227,6 +229,7 @@ REFUSED = {
 @ONE_ENGINE
 @pytest.mark.parametrize("direction", ["store", "load"])
 @pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.pitfall(47)
 def test_what_is_out_of_bounds_is_refused_before_any_byte_moves(
     memory, make, case, direction
 ) -> None:

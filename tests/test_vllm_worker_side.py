@@ -77,6 +77,7 @@ def test_blocks_that_are_not_wanted_are_not_written(make: MakeWorld) -> None:
     assert all(world.rank.holds(t, sources[targets.index(t)]) for t in written)
 
 
+@pytest.mark.pitfall(42)
 def test_rescues_are_read_before_the_step_writes(make: MakeWorld) -> None:
     world = make()
     item = tracked(2)
@@ -92,6 +93,7 @@ def test_rescues_are_read_before_the_step_writes(make: MakeWorld) -> None:
     assert item.account.fates == [Fate.STORED] * 2
 
 
+@pytest.mark.pitfall(54)
 def test_a_rank_that_is_not_asked_to_save_stores_before_the_next_step(make: MakeWorld) -> None:
     world = make()
     item = tracked(1)
@@ -228,6 +230,7 @@ def test_the_budget_is_shared_and_each_step_gets_on(make: MakeWorld) -> None:
     assert all(world.rank.holds(30 + n, 1 + n % 2) for n in range(4))
 
 
+@pytest.mark.pitfall(34, 35)
 def test_a_cancelled_load_is_answered_once(make: MakeWorld) -> None:
     world = make(budget=1)
     copies = world.stored(tracked(3))
@@ -237,6 +240,7 @@ def test_a_cancelled_load_is_answered_once(make: MakeWorld) -> None:
     assert world.rank.untouched(31), "nothing is copied after that"
 
 
+@pytest.mark.pitfall(35)
 def test_a_load_that_is_complete_cannot_be_cancelled(make: MakeWorld) -> None:
     world = make()
     copies = world.stored(tracked(1))

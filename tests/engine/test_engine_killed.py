@@ -165,6 +165,7 @@ def assert_holdings_go(site: Site, part: str) -> None:
     print(f"nothing was held {seconds:.2f} s after the {part} process had been killed")
 
 
+@pytest.mark.pitfall(57)
 def test_killed_while_storing(site: Site, victim: EngineProcess, part: str) -> None:
     seed = 70_000 if part == "core" else 71_000
     prompts = [random_prompt(seed + number, PROMPT_TOKENS) for number in range(PROMPTS)]

@@ -50,6 +50,7 @@ def ends_clean(world: World, engine: SimulatedEngine, chunk: int, salt: str | No
 
 @CHUNKS
 @SALTS
+@pytest.mark.pitfall(41)
 def test_queued_before_the_answer(world: World, chunk: int, salt: str | None) -> None:
     """The server has not answered: the late answer's lease is given back."""
     engine = warm(world, chunk, False, salt)
@@ -75,6 +76,7 @@ def test_queued_after_the_answer(world: World, chunk: int, salt: str | None) -> 
 @SALTS
 @SCHEDULERS
 @pytest.mark.parametrize("when", ["before the workers", "before the update", "steps later"])
+@pytest.mark.pitfall(34, 35, 36)
 def test_during_a_load(
     world: World, chunk: int, salt: str | None, is_async: bool, when: str
 ) -> None:

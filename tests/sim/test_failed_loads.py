@@ -35,6 +35,7 @@ def break_loads(engine: SimulatedEngine, *, times: int = 1, rank: int = 0) -> Ca
 @CHUNKS
 @SCHEDULERS
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.pitfall(17, 30, 34, 46)
 def test_failed_load_is_recomputed(world: World, chunk: int, is_async: bool, ranks: int) -> None:
     """Right output, one look-up more and no loop; nothing is stored anew, and others may load."""
     engine = world.engine(
@@ -62,6 +63,7 @@ def test_failed_load_is_recomputed(world: World, chunk: int, is_async: bool, ran
     assert engine.external_hit(again) == 330 // chunk * chunk
 
 
+@pytest.mark.pitfall(6)
 def test_failed_load_with_policy_fail(world: World) -> None:
     """``keep_failure_policy`` leaves vLLM's own: the request ends with an error, nobody else."""
     engine = world.engine(
@@ -82,6 +84,7 @@ def test_failed_load_with_policy_fail(world: World) -> None:
     assert world.accounts(engine)[failed]["fates"] == []
 
 
+@pytest.mark.pitfall(6)
 def test_policy_is_set_to_recompute(world: World) -> None:
     """Without the option the connector sets the policy; vLLM's scheduler reads it afterwards."""
     engine = world.engine(load_failure_policy="fail", num_blocks=64)
@@ -112,6 +115,7 @@ def test_waiting_twin_of_a_failed_load_loads_for_itself(world: World, is_async: 
     assert world.runs(engine, requests[0]) == [("present", 10)]
 
 
+@pytest.mark.pitfall(45)
 def test_tainted_blocks_are_never_stored(world: World) -> None:
     """A load that fails half-way has written some blocks: no chunk of them may reach the server."""
     engine = world.engine(num_blocks=64)
@@ -160,6 +164,7 @@ def test_load_deadline(world: World) -> None:
     assert scheduler.accounts.failed_loads == 1
 
 
+@pytest.mark.pitfall(34)
 def test_load_under_way_is_cancelled_at_its_deadline(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ def make(world: World, *, chunk: int = CHUNK, budget: int = 8192, **fields):
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.pitfall(33)
 def test_upper_bound_counts_the_external_hit(world: World, is_async: bool) -> None:
     """60 blocks of hit, 256 tokens scheduled: 64 − 60 = 4 blocks are stored, not 4 − 60 = none."""
     engine = make(world, async_scheduling=is_async)
@@ -51,6 +52,7 @@ def test_upper_bound_counts_the_external_hit(world: World, is_async: bool) -> No
 
 
 @pytest.mark.parametrize("chunk", [BLOCK, CHUNK], ids=["chunk64", "chunk256"])
+@pytest.mark.pitfall(33)
 def test_overlapping_hits_count_the_longer_one(world: World, chunk: int) -> None:
     """Local 44 blocks, external 32: the request begins at 44, and 32..43 are stored as well."""
     engine = make(world, chunk=chunk)
@@ -94,6 +96,7 @@ def test_overlap_that_ends_inside_a_chunk(world: World) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model_runner", [1, 2])
+@pytest.mark.pitfall(33)
 def test_cumulative_is_not_incremental(world: World, is_async: bool, model_runner: int) -> None:
     """Two rounds of 2048: after the second, 4096 tokens are valid, not 6144."""
     engine = make(world, budget=2048, async_scheduling=is_async, model_runner=model_runner)

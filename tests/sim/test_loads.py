@@ -31,6 +31,7 @@ def computed(engine: SimulatedEngine, request_id: str) -> list[int]:
 
 @CHUNKS
 @SCHEDULERS
+@pytest.mark.pitfall(11)
 def test_partial_hits(world: World, chunk: int, is_async: bool) -> None:
     """A prompt that shares ``n`` tokens loads the whole chunks among them, and no more."""
     engine = world.engine(
@@ -54,6 +55,7 @@ def test_partial_hits(world: World, chunk: int, is_async: bool) -> None:
 
 @CHUNKS
 @SCHEDULERS
+@pytest.mark.pitfall(10, 21)
 def test_full_prompt_hit(world: World, chunk: int, is_async: bool) -> None:
     """512 tokens: all 512 are loaded and one is computed; 513: 512 are loaded."""
     engine = world.engine(
@@ -82,6 +84,7 @@ def test_full_prompt_hit(world: World, chunk: int, is_async: bool) -> None:
     assert world.server.totals()["stored"] == stored
 
 
+@pytest.mark.pitfall(20)
 def test_hit_behind_a_local_one(world: World) -> None:
     """Local 288, server 512, chunk 256: 224 tokens are loaded, into blocks 18 to 31 only."""
     engine = world.engine(options={"chunk_tokens": 256}, num_blocks=128)
@@ -116,6 +119,7 @@ def test_one_block_behind_a_local_hit_is_not_worth_a_load(
     assert world.runs(engine, again)[-1] == last
 
 
+@pytest.mark.pitfall(13)
 def test_look_up_is_repeated_while_memory_is_short(world: World) -> None:
     """I6: asked at every step for as long as nothing can be allocated; the answer is the same,
     and the server has been asked once."""
@@ -179,6 +183,7 @@ def test_shared_prefix_at_once_is_loaded_once(world: World) -> None:
     assert loaded_bytes(engine) - before == part_bytes(engine) * (30 + 3 * 10)
 
 
+@pytest.mark.pitfall(18)
 def test_reading_skipped_loads_nothing(world: World) -> None:
     engine = world.engine(num_blocks=64)
     prompt = text("skip", 160)

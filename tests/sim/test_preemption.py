@@ -45,6 +45,7 @@ def play(engine: SimulatedEngine, prompts: Prompts) -> dict[str, list[int]]:
 @SCHEDULERS
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.pitfall(24, 30, 54)
 def test_tiny_pool_gives_the_same_output(
     world: World, chunk: int, is_async: bool, ranks: int, drafts: int
 ) -> None:
@@ -107,6 +108,7 @@ def test_every_answer_comes_a_step_late(
         assert world.stored_chunks(engine, whole) == (len(whole) - 1) // chunk
 
 
+@pytest.mark.pitfall(42)
 def test_preempted_while_its_slots_are_on_the_way(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +144,7 @@ def test_preempted_while_its_slots_are_on_the_way(
 
 @SCHEDULERS
 @pytest.mark.parametrize("model_runner", [1, 2])
+@pytest.mark.pitfall(23, 24)
 def test_block_table_is_replaced_on_resume(world: World, is_async: bool, model_runner: int) -> None:
     """640 tokens, preempted, resumed in 41 other blocks: what is stored next comes from these."""
     engine = world.engine(

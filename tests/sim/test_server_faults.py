@@ -163,6 +163,7 @@ def test_killed_and_replaced_in_the_middle(own_world: World, is_async: bool, ran
 
 
 @pytest.mark.bounds
+@pytest.mark.pitfall(58)
 def test_killed_with_everything_under_way(own_world: World) -> None:
     """Loads, stores and look-ups are under way when the server dies, at each of many moments."""
     world = own_world
@@ -285,6 +286,7 @@ def test_a_rank_that_stays_away_costs_hits_only(own_world: World) -> None:
 
 
 @pytest.mark.bounds
+@pytest.mark.pitfall(14)
 def test_stopped_server_costs_no_hook_its_bound(own_world: World) -> None:
     """SIGSTOP during traffic: hooks stay short, outputs right; after SIGCONT it is used again."""
     world = own_world
@@ -320,6 +322,7 @@ def test_stopped_server_costs_no_hook_its_bound(own_world: World) -> None:
 
 
 @pytest.mark.bounds
+@pytest.mark.pitfall(14)
 def test_absent_server_costs_nothing(own_world: World) -> None:
     """Not even a wait: without a connection no hook waits at all."""
     engine = own_world.engine(attached=False, options=default_deadlines(), num_blocks=256)

@@ -17,6 +17,7 @@ SCHEDULERS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "as
 
 
 @CHUNKS
+@pytest.mark.pitfall(8)
 def test_second_engine_hits_what_the_first_computed(world: World, chunk: int) -> None:
     """Pool size, budget, scheduler and path of the model differ; the bytes do not."""
     options = {"chunk_tokens": chunk}
@@ -58,6 +59,7 @@ def test_two_engines_compute_the_same_prompt_at_once(world: World) -> None:
     assert world.stored_chunks(engines[0], prompt) == 20
 
 
+@pytest.mark.pitfall(19)
 def test_salts_do_not_share(world: World) -> None:
     engine = world.engine(num_blocks=256)
     prompt = text("salted", 160)
@@ -91,6 +93,7 @@ def test_salts_do_not_share(world: World) -> None:
         "namespace", "revision", "weights", "heads", "layers", "layout", "block", "ranks", "chunk"
     ],
 )  # fmt: skip
+@pytest.mark.pitfall(55)
 def test_a_difference_never_shares(
     world: World, fields: dict[str, Any], options: dict[str, Any], differing: str
 ) -> None:
@@ -120,6 +123,7 @@ def test_a_difference_never_shares(
 @CHUNKS
 @SCHEDULERS
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.pitfall(56)
 def test_new_weights(world: World, chunk: int, is_async: bool, ranks: int) -> None:
     """Requests are alive when the weights change: old KV is never stored under the new epoch nor
     loaded by anybody, and later outputs are those of an engine with the new weights."""
@@ -158,6 +162,7 @@ def test_new_weights(world: World, chunk: int, is_async: bool, ranks: int) -> No
 
 @SCHEDULERS
 @pytest.mark.parametrize("phase", ["scheduled", "executed", "partly loaded"])
+@pytest.mark.pitfall(56)
 def test_reset_with_a_load_under_way(world: World, is_async: bool, phase: str) -> None:
     """The load may not complete: it is answered as failed, and the prompt is computed."""
     engine = world.engine(num_blocks=64, async_scheduling=is_async)
@@ -189,6 +194,7 @@ def test_reset_with_a_load_under_way(world: World, is_async: bool, phase: str) -
 
 
 @SCHEDULERS
+@pytest.mark.pitfall(56)
 def test_reset_with_requests_alive(world: World, is_async: bool) -> None:
     """Requests of before store and load nothing more, even when they are preempted afterwards."""
     engine = world.engine(num_blocks=64, max_batched_tokens=64, async_scheduling=is_async)
@@ -262,6 +268,7 @@ def test_eviction_leaves_whole_prefixes(small_world: World) -> None:
     assert hits == sorted(hits, reverse=True), "the oldest chains go first"
 
 
+@pytest.mark.pitfall(58)
 def test_leased_chunks_are_not_evicted(small_world: World) -> None:
     """While a hit is leased, an engine that fills the server cannot push it out."""
     world = small_world

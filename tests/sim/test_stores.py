@@ -23,6 +23,7 @@ CHUNKS = pytest.mark.parametrize("chunk", [16, 64], ids=["chunk16", "chunk64"])
 @CHUNKS
 @pytest.mark.parametrize("budget", [16, 40, 1024])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.pitfall(43)
 def test_chunked_prefill(world: World, chunk: int, budget: int, is_async: bool) -> None:
     """Any budget stores the same chunks: the whole ones, once each."""
     engine = world.engine(
@@ -79,6 +80,7 @@ def test_multi_turn_finds_generated_tokens(world: World, chunk: int, is_async: b
         known = chunks
 
 
+@pytest.mark.pitfall(16, 57)
 def test_many_stores_in_flight_for_one_request(world: World) -> None:
     """Eight stores of one request, committed by the second rank in the order 8, 1, 2 … 7.
 
@@ -116,6 +118,7 @@ def test_many_stores_in_flight_for_one_request(world: World) -> None:
     assert world.stored_chunks(engine, text("in flight", 4096)) == 256
 
 
+@pytest.mark.pitfall(16, 57)
 def test_orphaned_chunks_are_not_readable_before_their_parents(world: World) -> None:
     """While only the eighth of eight stores is complete, a look-up finds nothing."""
     engine = world.engine(num_blocks=300, max_batched_tokens=512, max_model_len=8192, ranks=2)
@@ -176,6 +179,7 @@ def test_rescue_of_a_finished_request(
     assert world.stored_chunks(engine, prompt) == 200 // chunk
 
 
+@pytest.mark.pitfall(42)
 def test_rescue_reads_before_the_new_owner_writes(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +207,7 @@ def test_rescue_reads_before_the_new_owner_writes(
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model_runner", [1, 2])
+@pytest.mark.pitfall(29, 54)
 def test_accepted_drafts_of_the_last_step(world: World, is_async: bool, model_runner: int) -> None:
     """What the last step's accepted drafts complete is stored too, rejected ones never are."""
     engine = world.engine(
@@ -312,6 +317,7 @@ def test_equal_prompts_are_stored_once(world: World) -> None:
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.pitfall(4, 49)
 def test_layouts_and_ranks(world: World, layout: str, ranks: int) -> None:
     """Every layout of the KV tensors comes back byte for byte."""
     engine = world.engine(
@@ -329,6 +335,7 @@ def test_layouts_and_ranks(world: World, layout: str, ranks: int) -> None:
     assert worker.stored_bytes == worker.loaded_bytes == 10 * part_bytes(engine)
 
 
+@pytest.mark.pitfall(31)
 def test_finish_on_a_block_boundary(world: World) -> None:
     """For every way a request's end can lie relative to a block: the last full block is stored."""
     engine = world.engine(num_blocks=128)

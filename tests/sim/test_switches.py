@@ -93,6 +93,7 @@ def test_engine_wide_switches(world: World, options: dict[str, Any], fate: str) 
     assert world.stored_chunks(engine, prompt) == (10 if "load" in options else 0)
 
 
+@pytest.mark.pitfall(18)
 def test_reading_skipped_still_stores(world: World) -> None:
     """Prompt log-probabilities: nothing is loaded; what is new is stored, the rest is known."""
     engine = world.engine(num_blocks=64)

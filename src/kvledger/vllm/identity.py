@@ -327,6 +327,13 @@ def refusals(vllm_config: VllmConfig) -> list[str]:
         )
     if getattr(vllm_config.model_config, "is_diffusion", False):
         sentences.append("a diffusion model's blocks depend on later tokens; none can be shared")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.use_eagle():
+        # Its drafter writes the KV of a position from the token behind it, into the same block.
+        sentences.append(
+            f"drafts by {speculative.method} leave KV in a block that depends on the token after "
+            "it, so no name fits the block; use another speculative method, or none"
+        )
     unstable = _unstable_hashing(vllm_config)
     return sentences + ([unstable] if unstable else [])
 

@@ -134,7 +134,7 @@ class Loads:
         self.waiting -= 1
         if isinstance(reply, Located):
             load.offsets = unpack_u64(reply.offsets)
-        else:
+        if load.offsets is None or len(load.offsets) != load.stop - load.first:
             load.failed = True
 
 

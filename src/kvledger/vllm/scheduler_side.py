@@ -269,11 +269,9 @@ class SchedulerSide(Listener):
             self._advance(tracked, tracked.load.local_tokens, None)
             return True
         tracked.loads_elsewhere = waits_for_load(request)
-        if tracked.loads_elsewhere:
-            return False
         scheduled = scheduled_tokens.get(request.request_id, 0)
         valid = min(request.num_computed_tokens + scheduled, request.num_tokens)
-        if tracked.account.is_closed_at(valid):
+        if tracked.loads_elsewhere or tracked.account.is_closed_at(valid):
             return False
         self._advance(tracked, valid, None)
         return True
