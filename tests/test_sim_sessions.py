@@ -32,7 +32,8 @@ def test_turns_are_answered_as_a_cold_engine_answers_them(fields, prompt):
         assert engine.clients.length(session) == prompt + 4 + 20 + 7
         engine.end_session(session)
         engine.run()
-        assert engine.is_idle and not engine.scheduler.requests
+        assert engine.is_idle
+        assert not engine.scheduler.requests
         engine.check()
 
 

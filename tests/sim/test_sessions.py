@@ -10,7 +10,7 @@ TURNS = (40, 37, 50)
 ANSWERS = (9, 20, 3)
 
 
-def whole_session(world: World, engine: object, *, early: bool) -> tuple[str, list[int]]:
+def whole_session(engine: object, *, early: bool) -> tuple[str, list[int]]:
     """Play a session; its id and the tokens that stand at its end, the last sampled one too."""
     inputs = [text(f"turn {number}", count) for number, count in enumerate(TURNS)]
     session = engine.add(inputs[0], max_tokens=ANSWERS[0], is_session=True)
@@ -38,7 +38,7 @@ def test_every_turn_is_stored(
 ) -> None:
     """All chunks of what stands at the end, and nothing of the tokens that were dropped."""
     engine = world.engine(options={"chunk_tokens": chunk}, num_blocks=128, **fields)
-    session, standing = whole_session(world, engine, early=early)
+    session, standing = whole_session(engine, early=early)
     expected = full_chunks(engine, len(standing) - 1)
     assert world.fates(engine, session)["stored"] == expected
     assert world.stored_chunks(engine, standing) == expected
@@ -46,7 +46,7 @@ def test_every_turn_is_stored(
 
 def test_the_next_engine_loads_a_session(world: World) -> None:
     first = world.engine(num_blocks=128)
-    _, standing = whole_session(world, first, early=False)
+    _, standing = whole_session(first, early=False)
     second = world.engine(num_blocks=128)
     session = second.add(standing, max_tokens=2, is_session=True)
     second.run()
@@ -60,7 +60,7 @@ def test_the_next_engine_loads_a_session(world: World) -> None:
 def test_with_drafts_a_session_is_left_alone(world: World) -> None:
     """vLLM 0.32 may then count dropped tokens as computed: see RequestPolicy.decide."""
     engine = world.engine(num_blocks=128, drafts=3, draft_acceptance=0.0)
-    session, standing = whole_session(world, engine, early=False)
+    session, standing = whole_session(engine, early=False)
     chunks = full_chunks(engine, len(standing) - 1)
     assert world.runs(engine, session) == [("skipped:drafts_in_session", chunks)]
     assert world.stored_chunks(engine, standing) == 0
