@@ -80,8 +80,17 @@ def _explain(stage: MakeStage, failure: ScheduleFailure, plan: str) -> str:
     )
 
 
-def _work(results: Connection, plans: list[str], first_seed: int, stride: int, count: int) -> None:
+def _work(
+    results: Connection,
+    parents: list[Connection],
+    plans: list[str],
+    first_seed: int,
+    stride: int,
+    count: int,
+) -> None:
     """A process: round after round until nobody listens."""
+    for pipe in parents:  # else we would hold the ends at which the others are listened to
+        pipe.close()
     logging.getLogger("vllm").setLevel(logging.ERROR)
     logging.getLogger("kvledger").setLevel(logging.CRITICAL)  # faults are what it is about
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
@@ -120,7 +129,8 @@ class Soak:
         for job in range(jobs):
             ours, theirs = context.Pipe(duplex=False)
             turned = plans[job * len(plans) // jobs :] + plans[: job * len(plans) // jobs]
-            arguments = (theirs, turned, seed + job, jobs, count)
+            parents = [ours, *(pipe for _, pipe in self._jobs)]
+            arguments = (theirs, parents, turned, seed + job, jobs, count)
             process = context.Process(target=_work, args=arguments)
             process.start()
             theirs.close()
