@@ -13,6 +13,8 @@ LARGE_OBJECTS = {"num_blocks": 64, "layers": 4, "heads": 16, "max_batched_tokens
 """Chunks of which few fit into a small server."""
 
 BUSY = Mix(add=120, own=60, max_tokens=48, adapters=2)
+CROWD = Mix(add=150, abort=40, own=60, max_tokens=48, adapters=2)
+"""Queues, and clients that hang up in every state."""
 PLAIN = Mix(add=120, own=60, max_tokens=48, reset=0, phases=0)
 """Nothing but whole turns of vLLM's loop, arrivals and aborts."""
 RESETS = Mix(add=120, own=60, max_tokens=48, reset=8, weights=4)
@@ -77,13 +79,13 @@ PLANS: dict[str, Plan] = {
     "plain-drafts": Plan(engine={"num_blocks": 64, "drafts": 3}, mix=PLAIN),
     "sync": Plan(engine={"num_blocks": 64, "pickle_metadata": True}),
     "async": Plan(engine=_async(num_blocks=64)),
-    "tiny": Plan(engine=TINY, options={"chunk_tokens": 32}),
-    "tiny-async": Plan(engine=_async(**TINY, model_runner=2)),
+    "tiny": Plan(engine=TINY, options={"chunk_tokens": 32}, mix=CROWD),
+    "tiny-async": Plan(engine=_async(**TINY, model_runner=2), mix=CROWD),
     "drafts": Plan(engine={**TINY, "drafts": 3}, options={"chunk_tokens": 32}),
     "drafts-async": Plan(engine=_async(num_blocks=48, drafts=4, model_runner=2)),
     "ranks": Plan(engine={"num_blocks": 48, "ranks": 2}, options={"chunk_tokens": 64}),
     "late": Plan(engine=_async(**TINY, drafts=2), late=True),
-    "priority": Plan(engine={**TINY, "policy": "priority"}),
+    "priority": Plan(engine={**TINY, "policy": "priority"}, mix=CROWD),
     "sessions": Plan(engine={"num_blocks": 40}, mix=SESSIONS, options={"chunk_tokens": 32}),
     "sessions-async": Plan(engine=_async(num_blocks=40, ranks=2), mix=SESSIONS),
     "resets": Plan(engine={"num_blocks": 48}, mix=RESETS),
@@ -108,10 +110,10 @@ PLANS: dict[str, Plan] = {
         engine=_async(num_blocks=40, ranks=2), mix=outside(SESSIONS, 40), outside=LOAD_FAULTS
     ),
     "failing": Plan(engine={**TINY, "ranks": 2}, failing=60, mix=MANY_TEXTS),
-    "failing-is-an-error": Plan(
+    "failing-as-error": Plan(
         engine={**TINY, "ranks": 2, "load_failure_policy": "fail"},
         options={"keep_failure_policy": True},
-        failing=60,
+        failing=120,
         mix=outside(MANY_TEXTS, 20),
         outside=LOAD_FAULTS,
     ),
@@ -122,13 +124,13 @@ PLANS: dict[str, Plan] = {
     ),
     "faults": Plan(
         engine={"num_blocks": 40, "ranks": 2},
-        mix=outside(BUSY, 8),
+        mix=outside(BUSY, 14),
         failing=20,
         outside=SERVER_FAULTS + ATTACHMENT_FAULTS,
     ),
     "faults-async": Plan(
         engine=_async(**TINY, drafts=2),
-        mix=outside(BUSY, 8),
+        mix=outside(BUSY, 14),
         failing=20,
         outside=SERVER_FAULTS + LOAD_FAULTS + EVICTION,
     ),

@@ -22,6 +22,7 @@ from typing import Annotated
 import typer
 from life import Life, Servers
 from plans import PLANS
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -172,34 +173,62 @@ class Soak:
 
 # ---------------------------------------------------------------- the command
 
-SHOWN = (
-    "computing steps",
-    "scheduled tokens",
-    "accounts",
-    "preempted",
-    "load_finished",
-    "load_failed",
-    "rejected drafts",
-    "evicted",
-)
+SHOWN = {
+    "computing steps": "steps",
+    "accounts": "requests",
+    "preempted": "preempted",
+    "load_finished": "loads",
+    "load_failed": "failed",
+    "rejected drafts": "rejected",
+    "evicted": "evicted",
+}
+"""What is counted, and its heading while the soak runs."""
 
 
 def counters(soak: Soak) -> Table:
     """The sums, plan by plan."""
-    table = Table("plan", "rounds", *SHOWN, title=f"{soak.seconds:.0f} s, seed {soak.seed}")
+    table = _table("plan", *SHOWN.values())
+    table.title = f"{soak.seconds:.0f} s, seed {soak.seed}"
     for name, counts in [*soak.by_plan.items(), ("all", soak.total)]:
-        table.add_row(name, *(f"{counts[word]:,}" for word in ("rounds", *SHOWN)))
+        table.add_row(name, *(f"{counts[word]:,}" for word in SHOWN))
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    """Eighty columns are enough for it."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column(first, no_wrap=True)
+    for heading in others:
+        table.add_column(heading, justify="right")
     return table
 
 
 def met(total: Counter[str]) -> Table:
     """Everything that was counted, with the distribution of fates and reasons."""
-    table = Table("what", "count", "share", title="all that was met")
+    table = _table("what", "count", "share")
+    table.title = "all that was met"
     chunks = sum(count for word, count in total.items() if word.startswith("fate "))
     for word, count in sorted(total.items()):
         share = f"{100 * count / chunks:.3f} %" if word.startswith("fate ") else ""
         table.add_row(word, f"{count:,}", share)
     table.add_row("fates in all = full blocks of all accounts", f"{chunks:,}", "")
+    return table
+
+
+def owed(soak: Soak) -> Table:
+    """What requests owed when they ended, and what became of it."""
+    columns = ("ends", "ends that owe, by themselves", "ends that owe, behind another")
+    fates = ("stored", "present", "skipped")
+    headings = ("ends", "that owe", "behind another", *(f"then {fate}" for fate in fates))
+    table = _table("plan", *headings)
+    table.title = "full blocks owed at the end of a request"
+    for name, counts in soak.by_plan.items():
+        became = dict.fromkeys(fates, 0)
+        for word, count in counts.items():
+            if word.startswith("owed at the end: "):
+                became[word.removeprefix("owed at the end: ").partition(":")[0]] += count
+        numbers = [*(counts[word] for word in columns), *became.values()]
+        table.add_row(name, *(f"{number:,}" for number in numbers))
     return table
 
 
@@ -236,7 +265,7 @@ def main(
         pass
     finally:
         soak.close()
-    console.print(met(soak.total))
+    console.print(owed(soak), met(soak.total))
     for played in soak.failures:
         console.print(f"[red]{played.plan} seed {played.seed}[/red]")
         console.print(played.failure, markup=False, soft_wrap=True)
