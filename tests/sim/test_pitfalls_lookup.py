@@ -317,3 +317,31 @@ def test_a_long_queue_leases_no_more_than_its_bound(
     assert world.server.totals()["leases"] == 4
     engine.run()
     assert [engine.external_hit(request) for request in requests] == [64] * 12
+
+
+@pytest.mark.pitfall(13, 60)
+def test_a_burst_leases_no_more_than_its_bound(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Faster than the server answers: what was asked counts as well as what was answered."""
+    monkeypatch.setattr("kvledger.vllm.scheduler_side.MAX_PREFETCHED", 4)
+    prompts = [text(f"burst {number}", 64) for number in range(12)]
+    engine = world.engine(num_blocks=128)
+    for prompt in prompts:
+        engine.add(prompt)
+    engine.run()
+    engine.reset_prefix_cache()
+    scheduler = engine.connector.scheduler
+    world.server.pause()
+    requests = [engine.add(prompt) for prompt in prompts]
+    world.server.resume()
+
+    def are_answered() -> bool:
+        scheduler.channel.poll()
+        asked = [tracked.lookup for tracked in scheduler.live.values() if tracked.lookup]
+        return all(lookup.answered for lookup in asked)
+
+    wait_until(are_answered, "what was asked is answered")
+    assert world.server.totals()["leases"] == 4
+    engine.run()
+    assert [engine.external_hit(request) for request in requests] == [64] * 12

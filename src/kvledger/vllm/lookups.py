@@ -58,12 +58,18 @@ class Lookups:
         self._deadline_seconds = deadline_seconds
         self._next_lease = 1
         self._held: set[int] = set()
+        self._asked: set[int] = set()
         self._to_release: list[int] = []
 
     @property
     def leases(self) -> int:
         """Leases held now, by answered look-ups that were not released."""
         return len(self._held)
+
+    @property
+    def expected_leases(self) -> int:
+        """Leases held now, and those that questions under way may bring."""
+        return len(self._held) + len(self._asked)
 
     def ask(self, names: list[Name], unavailable: Reason | None) -> Lookup:
         """Send the question, or answer it with a miss at once if there is nobody to ask."""
@@ -78,7 +84,10 @@ class Lookups:
             lambda number: Match(id=number, lease=lookup.lease, group=0, names=packed),
             lambda reply: self._answer(lookup, reply),
         )
-        return lookup if sent else _missed(lookup, Reason.SERVER_ABSENT)
+        if not sent:
+            return _missed(lookup, Reason.SERVER_ABSENT)
+        self._asked.add(lookup.lease)
+        return lookup
 
     def result(self, lookup: Lookup) -> int | None:
         """Chunks of the hit, or None while the server may still answer in time."""
@@ -107,6 +116,7 @@ class Lookups:
         lookup.released = True
         if lookup.chunks or not lookup.answered:
             self._held.discard(lookup.lease)
+            self._asked.discard(lookup.lease)
             self._to_release.append(lookup.lease)
 
     def flush(self) -> None:
@@ -120,11 +130,13 @@ class Lookups:
         """The server is gone, and every lease with it; look-ups of before are to be dropped."""
         self._to_release = []
         self._held.clear()
+        self._asked.clear()
 
     def _overdue(self, lookup: Lookup) -> bool:
         return time.monotonic() - lookup.asked_at > self._deadline_seconds
 
     def _answer(self, lookup: Lookup, reply: Reply) -> None:
+        self._asked.discard(lookup.lease)
         if isinstance(reply, Matched):
             if reply.chunks and not lookup.released:
                 self._held.add(lookup.lease)

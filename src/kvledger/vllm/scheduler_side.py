@@ -33,8 +33,8 @@ LAST_WAIT_SECONDS = 10e-3
 IDLE_WAIT_SECONDS = 10e-3
 """A step that computes nothing waits so long for the outcome of stores under way."""
 MAX_PREFETCHED = 64
-"""Look-ups are sent at a request's arrival while fewer hits than this are leased; beyond, when the
-scheduler asks. A long queue must not pin the whole cache."""
+"""Look-ups are sent at a request's arrival while fewer than this are leased or under way; beyond,
+when the scheduler asks. A long queue must not pin the whole cache."""
 
 BlockTable = Callable[[str], Sequence[Sequence[int]]]
 """Engine blocks of a live request, for each KV-cache group."""
@@ -89,7 +89,7 @@ class SchedulerSide(Listener):
         self.identity.first_request()
         self.channel.poll()
         tracked = self._tracked(request)
-        if tracked.no_load is None and self.lookups.leases < MAX_PREFETCHED:
+        if tracked.no_load is None and self.lookups.expected_leases < MAX_PREFETCHED:
             self._look_up(tracked)
 
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
