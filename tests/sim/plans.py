@@ -86,8 +86,8 @@ PLANS: dict[str, Plan] = {
     "ranks": Plan(engine={"num_blocks": 48, "ranks": 2}, options={"chunk_tokens": 64}),
     "late": Plan(engine=_async(**TINY, drafts=2), late=True),
     "priority": Plan(engine={**TINY, "policy": "priority"}, mix=CROWD),
-    "sessions": Plan(engine={"num_blocks": 40}, mix=SESSIONS, options={"chunk_tokens": 32}),
-    "sessions-async": Plan(engine=_async(num_blocks=40, ranks=2), mix=SESSIONS),
+    "sessions": Plan(engine={"num_blocks": 64}, mix=SESSIONS, options={"chunk_tokens": 32}),
+    "sessions-async": Plan(engine=_async(num_blocks=64, ranks=2), mix=SESSIONS),
     "resets": Plan(engine={"num_blocks": 48}, mix=RESETS),
     "resets-async": Plan(engine=_async(num_blocks=48, ranks=2), mix=RESETS),
     "pair": Plan(engine={"num_blocks": 40}, engines=2, options={"chunk_tokens": 32}),
@@ -107,7 +107,7 @@ PLANS: dict[str, Plan] = {
         outside=LOAD_FAULTS,
     ),
     "loads-async": Plan(
-        engine=_async(num_blocks=40, ranks=2), mix=outside(SESSIONS, 40), outside=LOAD_FAULTS
+        engine=_async(num_blocks=64, ranks=2), mix=outside(SESSIONS, 40), outside=LOAD_FAULTS
     ),
     "failing": Plan(engine={**TINY, "ranks": 2}, failing=60, mix=MANY_TEXTS),
     "failing-as-error": Plan(

@@ -69,11 +69,22 @@ class Player:
             and None not in (request.streaming_queue or ())
         ]
 
-    def _held_by_sessions(self) -> int:
-        """Tokens that sessions come to. They keep their blocks while they wait, and vLLM preempts
-        none of them: if all do not fit into the pool together, none goes on for ever."""
-        live = self.engine.scheduler.requests.values()
-        return sum(self.engine.clients.longest(r.request_id) for r in live if r.resumable)
+    def _fits(self, tokens: int, *, of_session: bool) -> bool:
+        """Whether the pool holds all sessions and any single other request beside them.
+
+        Sessions keep their blocks while they wait, and so do requests whose load has arrived;
+        vLLM preempts neither, so if they do not fit together none goes on for ever.
+        """
+        clients = self.engine.clients
+        sessions = others = 0
+        for request in self.engine.scheduler.requests.values():
+            longest = clients.longest(request.request_id)
+            if request.resumable:
+                sessions += longest
+            else:
+                others = max(others, longest)
+        most = sessions + tokens + others if of_session else sessions + max(tokens, others)
+        return most <= self.capacity
 
     def _add(
         self,
@@ -88,8 +99,7 @@ class Player:
         if len(self.engine.scheduler.requests) >= LIVE_LIMIT:
             return
         tokens = self._texts[family % len(self._texts)][:shared] + _text(shared, own)
-        length = len(tokens) + max_tokens
-        if length + (self._held_by_sessions() if is_session else 0) > self.capacity:
+        if not self._fits(len(tokens) + max_tokens, of_session=bool(is_session)):
             return
         self.engine.add(
             tokens,
@@ -108,7 +118,7 @@ class Player:
         if count == 0:
             self.engine.end_session(request_id)
             return
-        if self._held_by_sessions() + count + max_tokens <= self.capacity:
+        if self._fits(count + max_tokens, of_session=True):
             self.engine.add_more(request_id, _text(which, count), max_tokens=max_tokens)
 
     def _step(self) -> None:
