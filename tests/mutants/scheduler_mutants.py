@@ -18,6 +18,22 @@ SCHEDULER: list[Mutant] = [
         why="The first founding bug: what was loaded is left out of the upper bound, and as many "
         "blocks are never stored.",
     ),
+    mutant(
+        "believes_the_loads_of_others",
+        SIDE,
+        "            self._unproven_step = self.step + 1\n",
+        "            self._unproven_step = 0\n",
+        tests="sim/test_scenario_two_connectors.py -k another_one_fails",
+        why="What another connector of the engine has failed to load is stored under good names.",
+    ),
+    mutant(
+        "counts_answered_lookups_only",
+        "vllm.lookups",
+        "return len(self._held) + len(self._asked)",
+        "return len(self._held)",
+        tests="sim/test_pitfalls_lookup.py -k burst",
+        why="A burst of arrivals pins the whole cache.",
+    ),
     mutant_of(
         "forgets_the_cap_at_num_tokens",
         (

@@ -245,8 +245,8 @@ HOOKS: list[Mutant] = [
     mutant(
         "preemptions_pass_unnoticed",
         "vllm.connector",
-        "scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or set()",
-        "scheduler_output.num_scheduled_tokens, set()",
+        "scheduler_output.preempted_req_ids or set()",
+        "set()",
         tests=HOLE + "resumed_in_other_blocks",
         why="Blocks that went to another request are stored as the preempted one's.",
     ),

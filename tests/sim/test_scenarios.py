@@ -18,9 +18,12 @@ from books import (
     count_events,
     lookups,
     text,
+    wait_until,
 )
 
+from kvledger.protocol import Commit
 from kvledger.sim import Kind, SimulatedEngine
+from kvledger.vllm.layouts import UnsupportedLayoutError
 
 SCHEDULERS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 
@@ -117,15 +120,58 @@ def test_scenario_04_look_up_is_retried(world: World, failures: int) -> None:
     assert world.stored_chunks(engine, prompt) == 5
 
 
+class HeldCommits:
+    """The first commits of one rank, one for each step that stores; the test sends them.
+
+    Attributes:
+        messages: those held back and not sent, in the order in which they were made.
+    """
+
+    def __init__(self, engine: SimulatedEngine, rank: int, count: int) -> None:
+        self.messages: list[Any] = []
+        self._channel = engine.workers.ranks[rank].connector.worker._channel
+        self._send, self._left = self._channel.send, count
+        self._channel.send = self._hold
+
+    def _hold(self, make: Any, on_reply: Any = None) -> bool:
+        if self._left and isinstance(make(0), Commit):
+            self._left -= 1
+            self.messages.append(make)
+            return True
+        return bool(self._send(make, on_reply))
+
+    def release(self, position: int = 0) -> None:
+        """Send one of those that are left."""
+        assert self._send(self.messages.pop(position))
+
+
 def test_scenario_06_many_stores_in_flight(world: World) -> None:
-    """Prompt 4096 in eight steps of 512: 256 chunks. (Commits out of order: test_stores.py.)"""
-    engine = make(world, chunk=16, num_blocks=300, max_batched_tokens=512, max_model_len=8192)
-    request = engine.add(text("row 6", 4096))
-    engine.run()
-    assert scheduled(engine, request) == [512] * 8
-    assert world.runs(engine, request) == [("stored", 256)]
+    """Prompt 4096 in eight steps of 512 whose commits arrive in the order 8, 1, 2 … 7: all 256
+    chunks are readable, though other requests have long overwritten the blocks. No chunk is
+    readable before those before it, and nothing is ever reported as sent."""
+    engine = make(
+        world, chunk=16, num_blocks=260, max_batched_tokens=512, max_model_len=8192, ranks=2
+    )
+    before = world.server.totals()["stored"]
+    held = HeldCommits(engine, rank=1, count=8)
+    blocks, requests = [], []
+    for owner, length in enumerate((4096, 4000)):
+        requests.append(engine.add(text(f"row 6, owner {owner}", length)))
+        for _ in range(7):
+            engine.step()
+        blocks.append(set(engine.scheduler.kv_cache_manager.get_block_ids(requests[-1])[0]))
+        engine.step()
+    assert scheduled(engine, requests[0]) == [512] * 8
+    assert len(held.messages) == 8
+    assert len(blocks[0] & blocks[1]) > 180
+    assert world.server.totals()["stored"] - before == 250
+    held.release(7)
+    for left in (224, 192, 160, 128, 96, 64, 0):
+        held.release()
+        wait_until(lambda n=left: world.server.totals()["reservations"] == n, "the commit is noted")
+    assert world.runs(engine, requests[0]) == [("stored", 256)]
     assert count_events(engine, Kind.SEND_FINISHED) == 0
-    assert world.stored_chunks(engine, text("row 6", 4096)) == 256
+    assert world.stored_chunks(engine, text("row 6, owner 0", 4096)) == 256
 
 
 @SCHEDULERS
@@ -154,6 +200,29 @@ def test_scenario_08_hit_on_an_exact_multiple(world: World, length: int) -> None
     engine.run()
     assert engine.external_hit(request) == 64
     assert engine.outputs[request] == cold_output(prompt, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("length", "hit"), [(100_352, 128 * 784), (94_864, 121 * 784), (90_112, 114 * 784)]
+)
+def test_scenario_08_long_prompts(world: World, length: int, hit: int) -> None:
+    """C 784, attention only: 128, 121 and 114 chunks, and the output of a cold engine."""
+    shape = {"layers": 1, "heads": 1, "num_blocks": 6400, "max_batched_tokens": 8192}
+    engine = make(world, chunk=784, max_model_len=110_000, **shape)
+    prompt = text("row 8, long", length)
+    fill_server(engine, prompt)
+    request = engine.add(prompt, max_tokens=2)
+    engine.run()
+    assert engine.external_hit(request) == hit
+    assert engine.outputs[request] == cold_output(
+        prompt, max_tokens=2, max_model_len=110_000, **shape
+    )
+
+
+def test_scenario_08_other_layers_are_refused(world: World) -> None:
+    """Where layers of another kind would bound the hit, this version refuses to start."""
+    with pytest.raises(UnsupportedLayoutError, match="2 KV-cache groups"):
+        world.engine(windows=(None, 64))
 
 
 def test_scenario_09_local_hit_ends_inside_a_chunk(world: World) -> None:
@@ -208,47 +277,75 @@ def test_scenario_12_promises_are_whole_blocks(world: World) -> None:
     fill_server(engine, prompt[:40])
     request = engine.add(prompt)
     engine.run()
+    assert lookups(engine, request) == [32]
     assert engine.external_hit(request) == 32
     assert scheduled(engine, request) == [68]
+    assert world.runs(engine, request) == [("loaded", 2), ("stored", 4)]
 
 
 @SCHEDULERS
-def test_scenario_13_preempt_and_resume(world: World, is_async: bool) -> None:
-    """Seven blocks, two requests of 34 + 35 tokens: the victim's chunks are found on its resume."""
-    engine = make(world, chunk=16, num_blocks=8, async_scheduling=is_async, prefix_caching=False)
+@pytest.mark.parametrize(("pool", "preempts"), [(7, True), (10, False), (20, False)])
+def test_scenario_13_preempt_and_resume(
+    world: World, pool: int, preempts: bool, is_async: bool
+) -> None:
+    """Seven blocks, two requests of 34 + 35 tokens: the victim's chunks are found on its resume,
+    the texts are those of a pool of 20 blocks, and no chunk is stored twice."""
+    # One more block, which vLLM keeps as the null block.
+    engine = make(
+        world, chunk=16, num_blocks=pool + 1, async_scheduling=is_async, prefix_caching=False
+    )
     before = world.server.totals()["stored"]
     prompts = [text(f"row 13 {n}", 34) for n in range(2)]
     requests = [engine.add(prompt, max_tokens=35) for prompt in prompts]
     engine.run()
-    assert count_events(engine, Kind.PREEMPTED) > 0
-    victim = next(r for r in requests if count_events(engine, Kind.PREEMPTED, r))
-    assert engine.allocations(victim)[-1].external >= 32
+    victims = [r for r in requests if count_events(engine, Kind.PREEMPTED, r)]
+    assert bool(victims) == preempts
+    assert all(engine.allocations(victim)[-1].external >= 32 for victim in victims)
     for prompt, request in zip(prompts, requests, strict=True):
-        assert engine.outputs[request] == cold_output(prompt, max_tokens=35)
+        assert engine.outputs[request] == cold_output(prompt, max_tokens=35, num_blocks=21)
         assert world.fates(engine, request).total() == (34 + 35 - 1) // 16
     world.settle(engine)
     assert world.server.totals()["stored"] - before == 2 * 4
 
 
 @SCHEDULERS
-def test_scenario_14_block_list_is_replaced(world: World, is_async: bool) -> None:
-    """640 tokens preempted, resumed with other ids: stores come from these (see also
-    test_preemption.py)."""
+@pytest.mark.parametrize(("switches", "ids"), [(NO_LOAD, 41), ({}, 40)], ids=["compute", "load"])
+def test_scenario_14_block_list_is_replaced(
+    world: World, switches: dict[str, Any], ids: int, is_async: bool
+) -> None:
+    """640 tokens preempted, resumed with 41 ids (to be loaded: with 40, and then another), all of
+    them new: what is stored next is read from these. (Wrong: 81 ids, or the old ones.)"""
     engine = make(world, chunk=16, num_blocks=100, async_scheduling=is_async)
-    request = engine.add(text("row 14", 636), max_tokens=60)
-    while len(engine.outputs[request]) < 5:
+    prompt = text("row 14", 639)
+    request = engine.add(prompt, max_tokens=60, transfer_params=switches)
+    while len(engine.outputs[request]) < 2:
         engine.step()
     while engine.in_flight:
         engine.finish_step()
     engine.reset_prefix_cache(running=True)
-    engine.add(text("in its place", 600), max_tokens=4)
+    transfer = engine.workers.ranks[0].connector.worker._attachment.transfer
+    store, read = transfer.store, []
+
+    def noting(group: int, block_ids: Any, offsets: Any, part_offset: int) -> int:
+        read.extend(block_ids[:, 0].tolist())
+        return int(store(group, block_ids, offsets, part_offset))
+
+    transfer.store = noting
+    table: list[int] = []
+    while request in engine.scheduler.requests:
+        engine.step()
+        held = engine.scheduler.kv_cache_manager.get_block_ids(request)
+        table = list(held[0]) if any(held) else table
     engine.run()
-    tables = [admission.block_ids[0] for admission in engine.allocations(request)]
-    assert len(tables) == 2
-    assert set(tables[0]) != set(tables[1])
-    whole = text("row 14", 636) + engine.outputs[request]
-    assert world.fates(engine, request).total() == (636 + 60 - 1) // 16
-    assert world.stored_chunks(engine, whole) == (len(whole) - 1) // 16
+    old, new = (admission.block_ids[0] for admission in engine.allocations(request))
+    assert len(new) == ids
+    assert list(new) == table[:ids]
+    assert not set(old) & set(table[:41])
+    assert engine.external_hit(request) == (0 if switches else 640)
+    assert read == table[40 : (639 + 60 - 1) // 16]
+    whole = prompt + engine.outputs[request]
+    assert world.fates(engine, request).total() == (639 + 60 - 1) // 16
+    assert world.stored_chunks(engine, whole) == (639 + 60 - 1) // 16
 
 
 def test_scenario_15_preempted_while_a_store_copies(

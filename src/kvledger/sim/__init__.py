@@ -10,6 +10,8 @@
 ...     assert engine.outputs[first] == engine.outputs[second]
 ...     engine.check()
 
+:mod:`kvledger.sim.audit` plays a set of situations with any connector and prints its books.
+
 Importing this package imports vLLM and torch; nothing of the server does.
 """
 

@@ -289,7 +289,8 @@ class SimulatedEngine:
         """A client receives tokens."""
         request_id = output.request_id
         is_complete = output.finish_reason is not None
-        if is_complete and request_id in self.scheduler.requests:
+        request = self.scheduler.requests.get(request_id)  # a connector may keep its blocks
+        if is_complete and request is not None and not request.is_finished():
             self._observer.note(Kind.ANSWERED, request_id)
         elif is_complete:
             failed = output.finish_reason == FinishReason.ERROR

@@ -112,7 +112,9 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         """See :meth:`SchedulerSide.build_plan`."""
         plan = self.guard.run(
             lambda: self._scheduler.build_plan(
-                scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or set()
+                scheduler_output.num_scheduled_tokens,
+                scheduler_output.preempted_req_ids or set(),
+                others_load=scheduler_output.has_sync_kv_loads,  # ours never are synchronous
             ),
             self._scheduler.plan_after_failure,
         )

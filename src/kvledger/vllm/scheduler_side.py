@@ -78,6 +78,7 @@ class SchedulerSide(Listener):
         self.block_table: BlockTable | None = None
         self.live: dict[str, Tracked] = {}
         self.step = 0
+        self._unproven_step = 0
         self.boot = ""
         self.arena_generation = 0
         self.namespace = ""
@@ -195,9 +196,23 @@ class SchedulerSide(Listener):
 
     # ------------------------------------------------------------ steps
 
-    def build_plan(self, scheduled_tokens: Mapping[str, int], preempted: set[str]) -> StepPlan:
-        """What the workers copy in this step, from vLLM's numbers of this step."""
+    def build_plan(
+        self,
+        scheduled_tokens: Mapping[str, int],
+        preempted: set[str],
+        *,
+        others_load: bool = False,
+    ) -> StepPlan:
+        """What the workers copy in this step, from vLLM's numbers of this step.
+
+        Whether a synchronous load of another connector (``others_load``) has brought what vLLM
+        counts shows in the step's output only, which may come after the next plan: until then
+        nothing new is taken for valid.
+        """
         self.step += 1
+        if others_load:
+            self._unproven_step = self.step + 1
+        scheduled = scheduled_tokens if self.step > self._unproven_step else None
         self.channel.poll()
         self.identity.describe(self.channel)
         if not scheduled_tokens and self.stores.under_way:
@@ -211,14 +226,14 @@ class SchedulerSide(Listener):
         current = [
             tracked
             for name, tracked in self.live.items()
-            if name not in preempted and self._advance_live(tracked, scheduled_tokens)
+            if name not in preempted and self._advance_live(tracked, scheduled)
         ]
         self._ask(rescues, current)
         stores = self.stores.take(current)
         saved = self.stores.take(rescues)
         self._after_rescue(rescues)
         for tracked in lost:  # some are resumed in this very step, in other blocks
-            self._advance_live(tracked, scheduled_tokens)
+            self._advance_live(tracked, scheduled)
         self.accounts.close_settled()
         self._flush()
         # Last, so that nothing can go wrong between here and the workers: a load that is handed
@@ -262,8 +277,10 @@ class SchedulerSide(Listener):
                 reason = self._not_asked() or tracked.refusal or Reason.RESERVE_DEADLINE
                 tracked.account.give_up(reason)
 
-    def _advance_live(self, tracked: Tracked, scheduled_tokens: Mapping[str, int]) -> bool:
+    def _advance_live(self, tracked: Tracked, scheduled_tokens: Mapping[str, int] | None) -> bool:
         """Bring one account up to date; whether it may want something in this step."""
+        if scheduled_tokens is None:
+            return False
         request = tracked.request
         if tracked.load is not None:
             self._advance(tracked, tracked.load.local_tokens, None)
