@@ -23,7 +23,7 @@ SCHEDULER: list[Mutant] = [
         SIDE,
         "            self._unproven_step = self.step + 1\n",
         "            self._unproven_step = 0\n",
-        tests="sim/test_scenario_two_connectors.py -k another_one_fails",
+        tests="sim/test_scenario_two_connectors.py::test_scenario_19_another_one_fails",
         why="What another connector of the engine has failed to load is stored under good names.",
     ),
     mutant(
@@ -31,7 +31,7 @@ SCHEDULER: list[Mutant] = [
         "vllm.lookups",
         "return len(self._held) + len(self._asked)",
         "return len(self._held)",
-        tests="sim/test_pitfalls_lookup.py -k burst",
+        tests="sim/test_pitfalls_lookup.py::test_a_burst_leases_no_more_than_its_bound",
         why="A burst of arrivals pins the whole cache.",
     ),
     mutant_of(
