@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ledger_mutants as ledger
 import scheduler_mutants as scheduler
+import second_mutants as second
 import server_mutants as server
 import worker_mutants as worker
 from mutant import Mutant
@@ -26,4 +27,5 @@ MUTANTS: list[Mutant] = [
     *worker.IDENTITY,
     *worker.POLICY,
     *worker.HOOKS,
+    *second.SECOND,
 ]

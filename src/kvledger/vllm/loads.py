@@ -53,9 +53,10 @@ class Loads:
             block_ids=block_ids,
             deadline=time.monotonic() + self._deadline_seconds,
         )
+        # First: if anything below fails, a load that is not active would never be answered.
+        self.active[tracked.request.request_id] = tracked
         tracked.load = load
         account.begin_load(first, stop)
-        self.active[tracked.request.request_id] = tracked
         tracked.loading_names = tracked.names(first, stop)
         self._names.update(tracked.loading_names)
         lookup = tracked.lookup
