@@ -118,7 +118,7 @@ AUDIT := -m kvledger.sim
 AUDIT_ARGS ?=
 OWN_OPTIONS := {"kvledger.socket": "%s", "kvledger.lookup_deadline_ms": 20000, \
 	"kvledger.load_deadline_ms": 60000}
-AUDIT_WAIT := for _ in {1..600}; do grep -q "$$ready" $$dir/server.log && break; \
+AUDIT_WAIT := for _ in {1..600}; do grep -qs "$$ready" $$dir/server.log && break; \
 	kill -0 $$server 2>/dev/null || { cat $$dir/server.log >&2; exit 1; }; sleep 0.1; done
 
 audit: venv ## the books of our connector, and of vLLM's ExampleConnector

@@ -36,7 +36,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Poll until the condition holds; fails with ``what`` after a generous deadline."""
     end = time.monotonic() + DEADLINE_SECONDS
     while not condition():
-        assert time.monotonic() < end, f"in vain: {what}"
+        assert time.monotonic() < end, f"still waiting after {DEADLINE_SECONDS:g} s for: {what}"
         time.sleep(0.002)
 
 
@@ -250,7 +250,7 @@ class World:
         assert not any(failures), f"hooks have failed: {failures}"
         scheduler = connector.scheduler
         assert scheduler.accounts.unbalanced == 0
-        assert not scheduler.live
+        assert not scheduler.live, f"alive: {list(scheduler.live)} (end every session)"
         assert not scheduler.loads.active
         assert scheduler.stores.open_reservations == 0
         assert scheduler.lookups.leases == 0

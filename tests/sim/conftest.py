@@ -7,8 +7,11 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from books import DEADLINE_SECONDS, World
-from sim_server import Server
+
+pytest.register_assert_rewrite("books", "standing", "life", "committed")
+
+from books import DEADLINE_SECONDS, World  # noqa: E402  (its assertions are rewritten now)
+from sim_server import Server  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,13 @@ import logging
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -27,12 +30,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from kvledger.sim.play import MakeStage, ScheduleFailure, play, shrink
+from kvledger.sim.play import ScheduleFailure, play, shrink
 from kvledger.sim.schedule import Action, from_text, generate
 
 ACTIONS = 3000
 """Of one schedule."""
 SHRINK_SECONDS = 120.0
+ENDING = threading.Event()
+"""This process was told to end."""
+LAST_ROUND_SECONDS = 120.0
+"""A round takes seconds, and one that is stuck twice a liveness bound of the checks."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,8 @@ class Round:
     """One schedule that was played.
 
     Attributes:
-        failure: what went wrong, with the command that plays it again; empty if nothing did.
+        failure: what went wrong; empty if nothing did.
+        actions: the schedule up to there, as text; empty if nothing did.
     """
 
     plan: str
@@ -48,6 +56,16 @@ class Round:
     seconds: float
     statistics: Counter[str]
     failure: str = ""
+    actions: str = ""
+
+    @property
+    def replay(self) -> str:
+        """The command that plays a failure again."""
+        arguments = f'--plan {self.plan} --seed {self.seed} --replay "{self.actions}"'
+        return f"make soak SOAK_ARGS='{arguments}'"
+
+    def __str__(self) -> str:
+        return f"{self.plan} {self.failure}\nreplay:\n  {self.replay}"
 
 
 def play_round(servers: Servers, plan: str, seed: int, count: int = ACTIONS) -> Round:
@@ -56,42 +74,58 @@ def play_round(servers: Servers, plan: str, seed: int, count: int = ACTIONS) -> 
     return play_actions(servers, plan, seed, list(generate(seed, count, mix, engines=engines)))
 
 
-def play_actions(servers: Servers, plan: str, seed: int, actions: list[Action]) -> Round:
-    """Play a schedule; a failure is shrunk."""
+def play_actions(servers: Servers, plan: str, seed: int, actions: Sequence[Action]) -> Round:
+    """Play a schedule."""
     started = time.monotonic()
-
-    def stage() -> Life:
-        return Life(servers, plan, seed)
-
     try:
-        statistics = play(stage, seed, actions)
-    except ScheduleFailure as failure:
-        return Round(
-            plan, seed, time.monotonic() - started, Counter(), _explain(stage, failure, plan)
-        )
+        statistics = play(lambda: Life(servers, plan, seed), seed, _until_the_end(actions))
+    except ScheduleFailure as error:
+        seconds = time.monotonic() - started
+        return Round(plan, seed, seconds, Counter(), str(error), error.text)
     return Round(plan, seed, time.monotonic() - started, statistics)
 
 
-def _explain(stage: MakeStage, failure: ScheduleFailure, plan: str) -> str:
-    shortest = shrink(stage, failure, max_tries=100, max_seconds=SHRINK_SECONDS)
-    return (
-        f"{shortest}\n"
-        f"of {len(failure.actions)} actions these {len(shortest.actions)} are enough; replay:\n"
-        f"  make soak SOAK_ARGS='--plan {plan} --seed {failure.seed} --replay \"{shortest.text}\"'"
-    )
+def _until_the_end(actions: Sequence[Action]) -> Iterator[Action]:
+    """Between two actions there is no server that nobody knows yet: a good place to end."""
+    for action in actions:
+        if ENDING.is_set():
+            sys.exit()
+        yield action
+
+
+def shortest(servers: Servers, failed: Round) -> Round:
+    """The failure again with fewer actions; ``failed`` itself if it does not come again."""
+
+    def stage() -> Life:
+        return Life(servers, failed.plan, failed.seed)
+
+    try:
+        play(stage, failed.seed, from_text(failed.actions))
+    except ScheduleFailure as error:
+        found = shrink(stage, error, max_tries=100, max_seconds=SHRINK_SECONDS)
+        return Round(failed.plan, failed.seed, 0.0, Counter(), str(found), found.text)
+    return failed
+
+
+def shrunk(failed: Round) -> Round:
+    """:func:`shortest` on servers of its own, which are ended."""
+    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
+        servers = Servers(Path(directory))
+        try:
+            return shortest(servers, failed)
+        finally:
+            servers.close()
 
 
 def _work(
     results: Connection,
-    parents: list[Connection],
     plans: list[str],
     first_seed: int,
     stride: int,
     count: int,
 ) -> None:
-    """A process: round after round until nobody listens."""
-    for pipe in parents:  # else we would hold the ends at which the others are listened to
-        pipe.close()
+    """A process: round after round until it is told to end, or nobody listens."""
+    signal.signal(signal.SIGTERM, lambda *_: ENDING.set())
     logging.getLogger("vllm").setLevel(logging.ERROR)
     logging.getLogger("kvledger").setLevel(logging.CRITICAL)  # faults are what it is about
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
@@ -103,7 +137,7 @@ def _work(
                     results.send(play_round(servers, plan, seed, count))
                     seed += stride
         except (BrokenPipeError, KeyboardInterrupt):
-            pass
+            return
         finally:
             servers.close()
 
@@ -126,12 +160,12 @@ class Soak:
         self.failures: list[Round] = []
         self._started = time.monotonic()
         self._jobs = []
-        context = multiprocessing.get_context("fork")
+        # Not forked: torch's threads do not survive that, and a child would wait for them for ever.
+        context = multiprocessing.get_context("spawn")
         for job in range(jobs):
             ours, theirs = context.Pipe(duplex=False)
             turned = plans[job * len(plans) // jobs :] + plans[: job * len(plans) // jobs]
-            parents = [ours, *(pipe for _, pipe in self._jobs)]
-            arguments = (theirs, parents, turned, seed + job, jobs, count)
+            arguments = (theirs, turned, seed + job, jobs, count)
             process = context.Process(target=_work, args=arguments)
             process.start()
             theirs.close()
@@ -152,23 +186,36 @@ class Soak:
             except EOFError:
                 raise RuntimeError("a process of the soak has ended") from None
         for played in rounds:
-            self.total += played.statistics
-            self.total["rounds"] += 1
-            self.by_plan[played.plan] += played.statistics
-            self.by_plan[played.plan]["rounds"] += 1
-            if played.failure:
-                self.failures.append(played)
+            self._add(played)
         return rounds
+
+    def last_rounds(self) -> None:
+        """Wait for the round that each process plays now: it may be stuck, which is a finding."""
+        end = time.monotonic() + LAST_ROUND_SECONDS
+        missing = {id(pipe): pipe for _, pipe in self._jobs}
+        while missing and time.monotonic() < end and not self.failures:
+            for pipe in wait(list(missing.values()), 1.0):
+                missing.pop(id(pipe), None)
+                assert isinstance(pipe, Connection)
+                self._add(pipe.recv())
 
     def close(self) -> None:
         """End the processes; a round under way comes to nothing."""
-        for _, pipe in self._jobs:
-            pipe.close()
         for process, _ in self._jobs:
+            process.terminate()
+        for process, pipe in self._jobs:
             process.join(60)
             if process.is_alive():
                 process.kill()
                 process.join()
+            pipe.close()
+
+    def _add(self, played: Round) -> None:
+        for counts in (self.total, self.by_plan[played.plan]):
+            counts.update(played.statistics)
+            counts["rounds"] += 1
+        if played.failure:
+            self.failures.append(played)
 
 
 # ---------------------------------------------------------------- the command
@@ -236,21 +283,20 @@ def main(
     plan: Annotated[list[str], typer.Option(help="only these kinds of life")] = [],  # noqa: B006
     seed: Annotated[int, typer.Option(help="first seed; 0 draws one")] = 0,
     steps: Annotated[int, typer.Option(help="computing steps to do; 0: no end")] = 0,
-    minutes: Annotated[float, typer.Option(help="how long; 0: no end")] = 0.0,
+    minutes: Annotated[float, typer.Option(help="how long, but a round at least; 0: no end")] = 0.0,
     jobs: Annotated[int, typer.Option(help="processes")] = os.cpu_count() or 1,
     replay: Annotated[str, typer.Option(help="a schedule to play, instead of random ones")] = "",
 ) -> None:
     """Play random schedules on the simulated engine until something breaks."""
     console = Console()
     seed = seed or random.SystemRandom().randrange(1, 1 << 30)
+    unknown = [name for name in plan if name not in PLANS]
+    if unknown:
+        raise typer.BadParameter(
+            f"no {unknown[0]!r}; there are {', '.join(PLANS)}", param_hint="--plan"
+        )
     if replay:
-        logging.getLogger("vllm").setLevel(logging.ERROR)
-        with tempfile.TemporaryDirectory(prefix="soak-") as directory:
-            servers = Servers(Path(directory))
-            played = play_actions(servers, plan[0], seed, from_text(replay))
-            servers.close()
-        console.print(met(played.statistics) if not played.failure else played.failure)
-        raise typer.Exit(bool(played.failure))
+        _replay(console, plan, seed, replay)
     soak = Soak(plan or list(PLANS), seed, jobs)
     try:
         with Live(counters(soak), console=console, refresh_per_second=1) as live:
@@ -261,15 +307,40 @@ def main(
                     break
                 if minutes and soak.seconds >= 60 * minutes:
                     break
+            soak.last_rounds()
+            live.update(counters(soak))
     except KeyboardInterrupt:
-        pass
+        console.print("stopped")
     finally:
         soak.close()
-    console.print(owed(soak), met(soak.total))
+    console.print("\n", owed(soak), met(soak.total))
     for played in soak.failures:
-        console.print(f"[red]{played.plan} seed {played.seed}[/red]")
-        console.print(played.failure, markup=False, soft_wrap=True)
+        _print(console, played)
+    for played in soak.failures[:1]:
+        console.print(f"shrinking it, for {SHRINK_SECONDS:.0f} s at most")
+        _print(console, shrunk(played))
     raise typer.Exit(bool(soak.failures))
+
+
+def _replay(console: Console, plan: list[str], seed: int, schedule: str) -> None:
+    if len(plan) != 1:
+        raise typer.BadParameter("--replay wants exactly one --plan, and the --seed it came with")
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
+        servers = Servers(Path(directory))
+        try:
+            played = play_actions(servers, plan[0], seed, from_text(schedule))
+        finally:
+            servers.close()
+    if played.failure:
+        _print(console, played)
+    else:
+        console.print(met(played.statistics))
+    raise typer.Exit(bool(played.failure))
+
+
+def _print(console: Console, played: Round) -> None:
+    console.print(str(played), markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

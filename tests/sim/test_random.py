@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from life import Life, Servers
 from plans import PLANS, Plan
-from soak import play_round
+from soak import play_round, shortest
 
 from kvledger.ledger import Account
 from kvledger.reasons import Reason
@@ -72,7 +72,7 @@ def test_random(name: str, servers: Servers) -> None:
     played = play_round(servers, name, SEED, ACTIONS)
     print(f"{name} seed {SEED}: {played.seconds:.1f} s; {dict(sorted(played.statistics.items()))}")
     if played.failure:
-        pytest.fail(played.failure, pytrace=False)
+        pytest.fail(f"{played}\nshrunk: {shortest(servers, played)}", pytrace=False)
     assert_plausible(name, PLANS[name], played.statistics)
 
 

@@ -5,12 +5,14 @@ Exit codes: 0 clean; 1 something was wrong, broke the protocol, or leaked; 2 wro
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvledger.errors import ConfigurationError
 from kvledger.sim.audit import BLOCK_SIZE, audit
@@ -50,6 +52,7 @@ def run(
         raise typer.BadParameter(
             f"not a JSON object: {error}", param_hint="--extra-config"
         ) from None
+    _check_exists(connector)
     console = Console()
     patience = Patience(warmup_seconds=warmup_seconds, settle_seconds=settle_seconds)
     started = 0
@@ -79,6 +82,24 @@ def run(
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     if not report.is_clean:
         raise typer.Exit(1)
+
+
+def _check_exists(connector: str) -> None:
+    """A mistyped name is no fault of the connector."""
+    module, _, name = connector.rpartition(":")
+    if not module:
+        if name not in KVConnectorFactory._registry:
+            known = ", ".join(sorted(KVConnectorFactory._registry))
+            raise typer.BadParameter(
+                f"vLLM knows no {name!r}; write module:Class, or one of {known}"
+            )
+        return
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise typer.BadParameter(f"{module!r} cannot be imported: {error}") from None
+    if found is None:
+        raise typer.BadParameter(f"{module!r} has no {name!r}")
 
 
 if __name__ == "__main__":
