@@ -172,4 +172,4 @@ clean: ## caches and build products; the virtual environment stays
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## the virtual environments too
-	rm -rf $(VENV) .venv-rival
+	rm -rf $(VENV) $(RIVAL_VENV)

@@ -212,7 +212,7 @@ class SchedulerSide(Listener):
         self.step += 1
         if others_load:
             self._unproven_step = self.step + 1
-        scheduled = scheduled_tokens if self.step > self._unproven_step else None
+        proven = self.step > self._unproven_step
         self.channel.poll()
         self.identity.describe(self.channel)
         if not scheduled_tokens and self.stores.under_way:
@@ -226,14 +226,14 @@ class SchedulerSide(Listener):
         current = [
             tracked
             for name, tracked in self.live.items()
-            if name not in preempted and self._advance_live(tracked, scheduled)
+            if proven and name not in preempted and self._advance_live(tracked, scheduled_tokens)
         ]
         self._ask(rescues, current)
         stores = self.stores.take(current)
         saved = self.stores.take(rescues)
         self._after_rescue(rescues)
-        for tracked in lost:  # some are resumed in this very step, in other blocks
-            self._advance_live(tracked, scheduled)
+        for tracked in lost if proven else ():  # some are resumed in this step, in other blocks
+            self._advance_live(tracked, scheduled_tokens)
         self.accounts.close_settled()
         self._flush()
         # Last, so that nothing can go wrong between here and the workers: a load that is handed
@@ -277,10 +277,8 @@ class SchedulerSide(Listener):
                 reason = self._not_asked() or tracked.refusal or Reason.RESERVE_DEADLINE
                 tracked.account.give_up(reason)
 
-    def _advance_live(self, tracked: Tracked, scheduled_tokens: Mapping[str, int] | None) -> bool:
+    def _advance_live(self, tracked: Tracked, scheduled_tokens: Mapping[str, int]) -> bool:
         """Bring one account up to date; whether it may want something in this step."""
-        if scheduled_tokens is None:
-            return False
         request = tracked.request
         if tracked.load is not None:
             self._advance(tracked, tracked.load.local_tokens, None)
