@@ -25,3 +25,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_sep("=", "state spaces explored")
         for line in _lines:
             terminalreporter.write_line(line)
+
+
+def describe(path: object, event: tuple[str, ...]) -> str:
+    """A sequence of events, kept as nested pairs (those before, the last), and one more."""
+    sequence = [event]
+    while isinstance(path, tuple) and path:
+        path, last = path
+        sequence.append(last)
+    return " → ".join(" ".join(e) for e in reversed(sequence))

@@ -20,7 +20,7 @@ import pytest
 
 from catalog_checked import CheckedCatalog
 from catalog_spec import SpecViolation
-from exploration_report import explored
+from exploration_report import describe, explored
 from kvledger.catalog import Catalog
 from kvledger.entries import EngineBooks, Entry, Reservation, Settlement
 from kvledger.naming import Name, NamespaceId, name_of
@@ -158,14 +158,6 @@ class Exploration:
     transitions: int
     longest: int
     """Events on the way to the state that is farthest from the start."""
-
-
-def describe(path: object, event: Event) -> str:
-    sequence = [event]
-    while isinstance(path, tuple) and path:
-        path, last = path
-        sequence.append(last)
-    return " → ".join(" ".join(e) for e in reversed(sequence))
 
 
 def explore(kind: type[Catalog], slots: int) -> Exploration:

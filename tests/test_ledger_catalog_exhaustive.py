@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import pytest
 
 from catalog_spec import SpecViolation
-from exploration_report import explored
+from exploration_report import describe, explored
 from kvledger.catalog import Catalog
 from kvledger.entries import ChainResult, EngineBooks, Entry, GroupIndex, Reservation
 from kvledger.fates import Fate, LedgerError
@@ -81,14 +81,6 @@ def apply(world: Joint, event: Event) -> None:
         world.load(rest[0], arrives=kind == "load")
     else:
         getattr(world, kind)(*rest)
-
-
-def describe(path: object, event: Event) -> str:
-    sequence = [event]
-    while isinstance(path, tuple) and path:
-        path, last = path
-        sequence.append(last)
-    return " → ".join(" ".join(e) for e in reversed(sequence))
 
 
 def walk(first: Joint, bounds: Bounds) -> tuple[int, int, bool]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from sim_server import Server
 
-from kvledger.sim import Kind, SimulatedEngine
+from kvledger.sim import Event, Kind, SimulatedEngine
 from kvledger.sim.model import VOCABULARY, write_model
 
 CONNECTOR = "kvledger.vllm:KVLedgerConnector"
@@ -290,22 +290,55 @@ class World:
             raise AssertionError(f"{error}: {self.server.totals()}") from None
 
 
-def check_protocol(engine: SimulatedEngine) -> None:
-    """I5 and I6 from the engine's log.
+class LoadAnswers:
+    """I5 and I6 from an engine's log: one answer for each asynchronous load that the engine still
+    waited for, none unasked, none for anything else; nothing is ever sent."""
 
-    One answer for each asynchronous load that the engine still waited for, none unasked, none for
-    anything else; nothing is ever sent; a look-up never answers with more than the prompt.
-    """
-    pending: Counter[str] = Counter()
-    for event in engine.events:
-        assert event.kind is not Kind.SEND_FINISHED, event
+    def __init__(self) -> None:
+        self._pending: set[str] = set()
+
+    def follow(self, event: Event) -> None:
+        """The next event of the log."""
+        name = event.request_id
+        assert event.kind is not Kind.SEND_FINISHED, f"I5: something was sent: {event}"
         if event.kind is Kind.ALLOCATED and event.tokens:
-            pending[event.request_id] += 1
+            assert name not in self._pending, f"I5: a second load at once: {event}"
+            self._pending.add(name)
         elif event.kind in (Kind.LOAD_FINISHED, Kind.LOAD_FAILED):
-            pending[event.request_id] -= 1
-            assert pending[event.request_id] >= 0, f"unasked: {event}"
-    left = {request: count for request, count in pending.items() if count}
-    assert not left, f"loads that nobody has answered: {left}"
+            assert name in self._pending, f"I5: an answer that nobody asked for: {event}"
+            self._pending.remove(name)
+
+    def check_none_left(self) -> None:
+        """At the end of a life."""
+        assert not self._pending, f"loads that nobody has answered: {self._pending}"
+
+
+def check_protocol(engine: SimulatedEngine) -> None:
+    """:class:`LoadAnswers` over the whole log."""
+    answers = LoadAnswers()
+    for event in engine.events:
+        answers.follow(event)
+    answers.check_none_left()
+
+
+def warm(world: World, prompt: Sequence[int], **fields: Any) -> SimulatedEngine:
+    """An engine whose server holds the prompt, and whose own cache is empty."""
+    engine = world.engine(**{"num_blocks": 128, **fields})
+    engine.add(prompt)
+    engine.run()
+    engine.reset_prefix_cache()
+    return engine
+
+
+def await_lookup(engine: SimulatedEngine, request_id: str) -> None:
+    """Wait until the server has answered the look-up of a request."""
+    scheduler = engine.connector.scheduler
+
+    def is_answered() -> bool:
+        scheduler.channel.poll()
+        return bool(scheduler.live[request_id].lookup.answered)
+
+    wait_until(is_answered, "the look-up is answered")
 
 
 def lookups(engine: SimulatedEngine, request_id: str) -> list[int | None]:

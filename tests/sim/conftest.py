@@ -10,7 +10,8 @@ import pytest
 
 pytest.register_assert_rewrite("books", "standing", "life", "committed")
 
-from books import DEADLINE_SECONDS, World  # noqa: E402  (its assertions are rewritten now)
+from books import World  # noqa: E402  (its assertions are rewritten now)
+from bounds import PATIENT, bounded  # noqa: E402
 from sim_server import Server  # noqa: E402
 
 
@@ -75,22 +76,15 @@ def quiet_vllm() -> None:
 
 
 @pytest.fixture(autouse=True)
-def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def patience(request: pytest.FixtureRequest) -> Iterator[None]:
     """Lets an engine wait for a live server as long as it takes.
 
     On a busy machine an answer can take longer than the milliseconds that an engine grants it, and
     counts of hits would then depend on the machine. Tests of those bounds are marked ``bounds``.
     """
-    if request.node.get_closest_marker("bounds") is None:
-        for module, name in (
-            ("scheduler_side", "ANSWER_WAIT_SECONDS"),
-            ("scheduler_side", "LAST_WAIT_SECONDS"),
-            ("lookups", "FIRST_WAIT_SECONDS"),
-            ("assembly", "SILENCE_SECONDS"),
-        ):
-            monkeypatch.setattr(f"kvledger.vllm.{module}.{name}", DEADLINE_SECONDS)
-        # Not as long: workers that a test has not let run cannot commit anything.
-        monkeypatch.setattr("kvledger.vllm.scheduler_side.IDLE_WAIT_SECONDS", 0.25)
+    is_bound = request.node.get_closest_marker("bounds") is not None
+    with bounded({} if is_bound else PATIENT):
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import random
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from books import DEADLINE_SECONDS, World, chunk_tokens
+from books import World, chunk_tokens
+from bounds import IMPATIENT, PATIENT, bounded
 from committed import Committed
 from plans import PLANS, Plan
 from sim_server import Server
@@ -29,62 +29,30 @@ LIVES = itertools.count(1)
 ROUND = 300
 """Actions between two checks of the books: the server keeps the newest thousand accounts."""
 
-PATIENT = {
-    "scheduler_side.ANSWER_WAIT_SECONDS": DEADLINE_SECONDS,
-    "scheduler_side.LAST_WAIT_SECONDS": DEADLINE_SECONDS,
-    "lookups.FIRST_WAIT_SECONDS": DEADLINE_SECONDS,
-    "assembly.SILENCE_SECONDS": DEADLINE_SECONDS,
-    # Not as long: workers that have not run cannot commit anything.
-    "scheduler_side.IDLE_WAIT_SECONDS": 0.25,
-}
-"""An engine that waits for a live server as long as it takes: what it does then depends on the seed
-alone, and not on how busy the machine is."""
-IMPATIENT = {
-    "scheduler_side.ANSWER_WAIT_SECONDS": 1e-3,
-    "scheduler_side.LAST_WAIT_SECONDS": 10e-3,
-    "lookups.FIRST_WAIT_SECONDS": 300e-6,
-    "assembly.SILENCE_SECONDS": 0.1,
-    "scheduler_side.IDLE_WAIT_SECONDS": 10e-3,
-}
-"""As users have it, where the server is disturbed (silence: ten times as soon, to save time)."""
 DISTURBED_OPTIONS = {"lookup_deadline_ms": 50.0, "load_deadline_ms": 500.0}
 
 
-@contextmanager
-def waits(plan: Plan) -> Iterator[None]:
+def bounds_of(plan: Plan) -> dict[str, float]:
     """The connector's bounds for this plan."""
-    bounds = dict(IMPATIENT if plan.is_disturbed else PATIENT)
-    if plan.late:
-        bounds["scheduler_side.ANSWER_WAIT_SECONDS"] = 0.0
-    before = {}
-    for name in bounds:
-        module, constant = name.split(".")
-        before[name] = getattr(importlib.import_module(f"kvledger.vllm.{module}"), constant)
-    try:
-        _set(bounds)
-        yield
-    finally:
-        _set(before)
-
-
-def _set(bounds: dict[str, float]) -> None:
-    for name, seconds in bounds.items():
-        module, constant = name.split(".")
-        setattr(importlib.import_module(f"kvledger.vllm.{module}"), constant, seconds)
+    bounds = IMPATIENT if plan.is_disturbed else PATIENT
+    return {**bounds, "scheduler_side.ANSWER_WAIT_SECONDS": 0.0} if plan.late else bounds
 
 
 class Servers:
-    """A server of each size, started when it is needed, used by one life after the other."""
+    """A server of each size, started when it is needed, used by one life after the other.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    A context manager; at its end the servers end, and their folder goes.
+    """
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="lives-")
         self._servers: dict[str, Server] = {}
 
     def ready(self, memory: str) -> Server:
         """A running, empty one."""
         if memory not in self._servers:
-            place = self._directory / memory
-            place.mkdir(exist_ok=True)
+            place = Path(self._directory.name) / memory
+            place.mkdir()
             self._servers[memory] = Server(place, memory)
         server = self._servers[memory]
         server.resume()
@@ -94,10 +62,13 @@ class Servers:
             server.start()
         return server
 
-    def close(self) -> None:
-        """End them."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for server in self._servers.values():
             server.close()
+        self._directory.cleanup()
 
 
 class Life:
@@ -111,7 +82,7 @@ class Life:
         self.plan = plan = PLANS[name]
         self.statistics: Counter[str] = Counter()
         self._open = ExitStack()
-        self._open.enter_context(waits(plan))
+        self._open.enter_context(bounded(bounds_of(plan)))
         self._server = servers.ready("16MiB" if plan.small else "64MiB")
         self._evicted_before = self._server.totals()["evicted"]
         # Another name each time: the server keeps accounts of lives before.

@@ -6,17 +6,18 @@ printed with the command that plays it again.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import multiprocessing
 import os
 import random
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -107,16 +108,6 @@ def shortest(servers: Servers, failed: Round) -> Round:
     return failed
 
 
-def shrunk(failed: Round) -> Round:
-    """:func:`shortest` on servers of its own, which are ended."""
-    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
-        servers = Servers(Path(directory))
-        try:
-            return shortest(servers, failed)
-        finally:
-            servers.close()
-
-
 def _work(
     results: Connection,
     plans: list[str],
@@ -128,18 +119,11 @@ def _work(
     signal.signal(signal.SIGTERM, lambda *_: ENDING.set())
     logging.getLogger("vllm").setLevel(logging.ERROR)
     logging.getLogger("kvledger").setLevel(logging.CRITICAL)  # faults are what it is about
-    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
-        servers = Servers(Path(directory))
-        try:
-            seed = first_seed
-            while True:
-                for plan in plans:
-                    results.send(play_round(servers, plan, seed, count))
-                    seed += stride
-        except (BrokenPipeError, KeyboardInterrupt):
-            return
-        finally:
-            servers.close()
+    with Servers() as servers, suppress(BrokenPipeError, KeyboardInterrupt):
+        for seed, plan in zip(
+            itertools.count(first_seed, stride), itertools.cycle(plans), strict=False
+        ):
+            results.send(play_round(servers, plan, seed, count))
 
 
 class Soak:
@@ -176,28 +160,33 @@ class Soak:
         """Since the start."""
         return time.monotonic() - self._started
 
-    def next_rounds(self, timeout: float = 1.0) -> list[Round]:
-        """Rounds that have ended meanwhile, added to the sums."""
-        rounds = []
-        for pipe in wait([pipe for _, pipe in self._jobs], timeout):
-            assert isinstance(pipe, Connection)
-            try:
-                rounds.append(pipe.recv())
-            except EOFError:
-                raise RuntimeError("a process of the soak has ended") from None
-        for played in rounds:
-            self._add(played)
-        return rounds
+    def next_rounds(self, timeout: float = 1.0) -> None:
+        """Add rounds that have ended meanwhile to the sums."""
+        self._receive([pipe for _, pipe in self._jobs], timeout)
 
     def last_rounds(self) -> None:
         """Wait for the round that each process plays now: it may be stuck, which is a finding."""
         end = time.monotonic() + LAST_ROUND_SECONDS
-        missing = {id(pipe): pipe for _, pipe in self._jobs}
+        missing = [pipe for _, pipe in self._jobs]
         while missing and time.monotonic() < end and not self.failures:
-            for pipe in wait(list(missing.values()), 1.0):
-                missing.pop(id(pipe), None)
-                assert isinstance(pipe, Connection)
-                self._add(pipe.recv())
+            heard = self._receive(missing, 1.0)
+            missing = [pipe for pipe in missing if pipe not in heard]
+
+    def _receive(self, pipes: list[Connection], timeout: float) -> list[Connection]:
+        """Add a round from each of these that has one; which they were."""
+        ready = wait(pipes, timeout)
+        heard = [pipe for pipe in pipes if pipe in ready]
+        for pipe in heard:
+            try:
+                played: Round = pipe.recv()
+            except EOFError:
+                raise RuntimeError("a process of the soak has ended") from None
+            for counts in (self.total, self.by_plan[played.plan]):
+                counts.update(played.statistics)
+                counts["rounds"] += 1
+            if played.failure:
+                self.failures.append(played)
+        return heard
 
     def close(self) -> None:
         """End the processes; a round under way comes to nothing."""
@@ -209,13 +198,6 @@ class Soak:
                 process.kill()
                 process.join()
             pipe.close()
-
-    def _add(self, played: Round) -> None:
-        for counts in (self.total, self.by_plan[played.plan]):
-            counts.update(played.statistics)
-            counts["rounds"] += 1
-        if played.failure:
-            self.failures.append(played)
 
 
 # ---------------------------------------------------------------- the command
@@ -318,7 +300,8 @@ def main(
         _print(console, played)
     for played in soak.failures[:1]:
         console.print(f"shrinking it, for {SHRINK_SECONDS:.0f} s at most")
-        _print(console, shrunk(played))
+        with Servers() as servers:
+            _print(console, shortest(servers, played))
     raise typer.Exit(bool(soak.failures))
 
 
@@ -326,12 +309,8 @@ def _replay(console: Console, plan: list[str], seed: int, schedule: str) -> None
     if len(plan) != 1:
         raise typer.BadParameter("--replay wants exactly one --plan, and the --seed it came with")
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
-        servers = Servers(Path(directory))
-        try:
-            played = play_actions(servers, plan[0], seed, from_text(schedule))
-        finally:
-            servers.close()
+    with Servers() as servers:
+        played = play_actions(servers, plan[0], seed, from_text(schedule))
     if played.failure:
         _print(console, played)
     else:

@@ -10,6 +10,8 @@ from collections import Counter
 from itertools import islice
 from typing import Any
 
+from books import LoadAnswers
+
 from kvledger.fates import Fate
 from kvledger.reasons import Reason
 from kvledger.sim import Event, Kind, SimulatedEngine, StepRecord
@@ -31,7 +33,7 @@ class Standing:
         self._engine = engine
         self._chunk = chunk_tokens
         self._seen = engine.total_events
-        self._loading: Counter[str] = Counter()
+        self._answers = LoadAnswers()
         self._failures: Counter[str] = Counter()
         self._frozen: dict[str, int] = {}
         self._most: Counter[str] = Counter()
@@ -72,24 +74,19 @@ class Standing:
                 self._violations.append(str(error))
 
     def _protocol(self, event: Event) -> None:
-        """I5, I6: one answer for each asynchronous load, none unasked; no promise too large."""
+        """I5, I7, I8: each load is answered once, fails once at most, and none begins after a
+        reset."""
+        self._answers.follow(event)
         name = event.request_id
-        assert event.kind is not Kind.SEND_FINISHED, f"I5: something was sent: {event}"
         if event.kind is Kind.ALLOCATED:
+            assert not (event.tokens and name in self._frozen), f"I8: a load after a reset: {event}"
             self._was_valid(name, event.local)
             self._targets[name] = event.local + (event.tokens or 0)
-        if event.kind is Kind.ALLOCATED and event.tokens:
-            self._loading[name] += 1
-            assert self._loading[name] == 1, f"I5: a second load at once: {event}"
-            assert name not in self._frozen, f"I8: a load after the reset: {event}"
-        elif event.kind in (Kind.LOAD_FINISHED, Kind.LOAD_FAILED):
-            self._loading[name] -= 1
-            assert self._loading[name] == 0, f"I5: an answer that nobody asked for: {event}"
-            if event.kind is Kind.LOAD_FINISHED:
-                self._was_valid(name, self._targets[name])
-            else:
-                self._failures[name] += 1
-                assert self._failures[name] == 1, f"I7: the same load fails again: {event}"
+        elif event.kind is Kind.LOAD_FINISHED:
+            self._was_valid(name, self._targets[name])
+        elif event.kind is Kind.LOAD_FAILED:
+            self._failures[name] += 1
+            assert self._failures[name] == 1, f"I7: the same load fails again: {event}"
 
     def _bound_promises(self) -> None:
         """I5: no look-up promises more than the request has, or a part of a block."""

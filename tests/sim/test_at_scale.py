@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+from life import Servers
 from plans import PLANS
 from rich.console import Console
-from soak import Soak, counters, met, owed, shrunk
+from soak import Soak, counters, met, owed, shortest
 from test_random import SEED, assert_plausible
 
 from kvledger.reasons import Reason
@@ -64,9 +65,9 @@ def test_at_scale() -> None:
         ):
             soak.next_rounds()
             if soak.failures:
-                pytest.fail(
-                    f"{soak.failures[0]}\nshrunk: {shrunk(soak.failures[0])}", pytrace=False
-                )
+                with Servers() as servers:
+                    found = shortest(servers, soak.failures[0])
+                pytest.fail(f"{soak.failures[0]}\nshrunk: {found}", pytrace=False)
             assert soak.seconds < DEADLINE_SECONDS, "it does not get on"
     finally:
         soak.close()

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from books import NO_LOAD, NO_STORE, World, text, wait_until
+from books import (
+    NO_LOAD,
+    NO_STORE,
+    World,
+    await_lookup,
+    text,
+    wait_until,
+)
 
 from kvledger.vllm.transfer import TransferError
 
@@ -215,13 +222,7 @@ def test_stored_by_another_meanwhile(world: World) -> None:
     other = world.engine(num_blocks=64)
     prompt = text("meanwhile", 160)
     request = engine.add(prompt)
-    scheduler = engine.connector.scheduler
-
-    def is_answered() -> bool:
-        scheduler.channel.poll()
-        return bool(scheduler.live[request].lookup.answered)
-
-    wait_until(is_answered, "the look-up is answered")
+    await_lookup(engine, request)
     other.add(prompt[:80])
     world.settle(other)
     engine.run()

@@ -10,7 +10,13 @@ import itertools
 from typing import Any
 
 import pytest
-from books import World, part_bytes, text, wait_until
+from books import (
+    World,
+    await_lookup,
+    part_bytes,
+    text,
+    wait_until,
+)
 
 from kvledger.sim import SimulatedEngine
 from kvledger.vllm.transfer import TransferError
@@ -164,13 +170,7 @@ def test_preempted_while_owing(world: World, monkeypatch: pytest.MonkeyPatch) ->
     engine.step()
     prompt = text("victim", 72)
     victim = engine.add(prompt, max_tokens=50)
-    scheduler = engine.connector.scheduler
-
-    def is_answered() -> bool:
-        scheduler.channel.poll()
-        return bool(scheduler.live[victim].lookup.answered)
-
-    wait_until(is_answered, "the look-up is answered")
+    await_lookup(engine, victim)
     world.server.pause()
     while len(engine.allocations(victim)) < 2:
         engine.step()

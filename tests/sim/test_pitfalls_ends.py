@@ -7,7 +7,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from books import World, cold_output, count_events, text, wait_until
+from books import (
+    World,
+    cold_output,
+    count_events,
+    text,
+    wait_until,
+    warm,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import PrefixCacheStats
 
@@ -18,15 +25,6 @@ SCHEDULERS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "as
 
 SHUTDOWN_SECONDS = 10.0
 """A shutdown takes milliseconds; this is a bound of liveness."""
-
-
-def warm(world: World, prompt: list[int], **fields: Any) -> SimulatedEngine:
-    """An engine whose server holds the prompt, and whose own cache is empty."""
-    engine = world.engine(**{"num_blocks": 128, **fields})
-    engine.add(prompt)
-    engine.run()
-    engine.reset_prefix_cache()
-    return engine
 
 
 def fail_next_copy(engine: SimulatedEngine) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from books import (
     World,
+    await_lookup,
     cold_output,
     count_events,
     loaded_bytes,
@@ -15,6 +16,7 @@ from books import (
     part_bytes,
     text,
     wait_until,
+    warm,
 )
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -23,15 +25,6 @@ from kvledger.sim import Kind, SimulatedEngine
 
 CHUNKS = pytest.mark.parametrize("chunk", [16, 64], ids=["chunk16", "chunk64"])
 SCHEDULERS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-
-
-def warm(world: World, prompt: list[int], **fields: Any) -> SimulatedEngine:
-    """An engine whose server holds the prompt, and whose own cache is empty."""
-    engine = world.engine(**{"num_blocks": 128, **fields})
-    engine.add(prompt)
-    engine.run()
-    engine.reset_prefix_cache()
-    return engine
 
 
 # ---------------------------------------------------------------- what is answered
@@ -291,29 +284,34 @@ def test_targets_are_found_without_vllms_hashes(world: World, chunk: int) -> Non
 # ---------------------------------------------------------------- pins
 
 
+def waiting_hits(engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Twelve prompts of four blocks that the server holds; four look-ups may be sent at arrival."""
+    monkeypatch.setattr("kvledger.vllm.scheduler_side.MAX_PREFETCHED", 4)
+    prompts = [text(f"queue {number}", 64) for number in range(12)]
+    for prompt in prompts:
+        engine.add(prompt)
+    engine.run()
+    engine.reset_prefix_cache()
+    return prompts
+
+
+def await_those_asked(engine: SimulatedEngine, requests: list[str]) -> None:
+    """Wait for the answers of the look-ups that were sent at arrival."""
+    for request in requests:
+        if engine.connector.scheduler.live[request].lookup is not None:
+            await_lookup(engine, request)
+
+
 @pytest.mark.pitfall(13, 60)
 def test_a_long_queue_leases_no_more_than_its_bound(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Look-ups are sent at arrival for some requests only; the others ask when it is their turn."""
-    monkeypatch.setattr("kvledger.vllm.scheduler_side.MAX_PREFETCHED", 4)
-    prompts = [text(f"queue {number}", 64) for number in range(12)]
     engine = world.engine(num_blocks=128)
-    for prompt in prompts:
-        engine.add(prompt)
-    engine.run()
-    engine.reset_prefix_cache()
-    scheduler = engine.connector.scheduler
     requests = []
-    for prompt in prompts:
+    for prompt in waiting_hits(engine, monkeypatch):
         requests.append(engine.add(prompt))
-        tracked = scheduler.live[requests[-1]]
-
-        def is_answered(tracked: Any = tracked) -> bool:
-            scheduler.channel.poll()
-            return tracked.lookup is None or tracked.lookup.answered
-
-        wait_until(is_answered, "the look-up is answered")
+        await_those_asked(engine, requests[-1:])
     assert world.server.totals()["leases"] == 4
     engine.run()
     assert [engine.external_hit(request) for request in requests] == [64] * 12
@@ -324,24 +322,12 @@ def test_a_burst_leases_no_more_than_its_bound(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Faster than the server answers: what was asked counts as well as what was answered."""
-    monkeypatch.setattr("kvledger.vllm.scheduler_side.MAX_PREFETCHED", 4)
-    prompts = [text(f"burst {number}", 64) for number in range(12)]
     engine = world.engine(num_blocks=128)
-    for prompt in prompts:
-        engine.add(prompt)
-    engine.run()
-    engine.reset_prefix_cache()
-    scheduler = engine.connector.scheduler
+    prompts = waiting_hits(engine, monkeypatch)
     world.server.pause()
     requests = [engine.add(prompt) for prompt in prompts]
     world.server.resume()
-
-    def are_answered() -> bool:
-        scheduler.channel.poll()
-        asked = [tracked.lookup for tracked in scheduler.live.values() if tracked.lookup]
-        return all(lookup.answered for lookup in asked)
-
-    wait_until(are_answered, "what was asked is answered")
+    await_those_asked(engine, requests)
     assert world.server.totals()["leases"] == 4
     engine.run()
     assert [engine.external_hit(request) for request in requests] == [64] * 12

@@ -8,7 +8,16 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from books import DEADLINE_SECONDS, World, cold_output, count_events, part_bytes, text, wait_until
+from books import (
+    DEADLINE_SECONDS,
+    World,
+    await_lookup,
+    cold_output,
+    count_events,
+    part_bytes,
+    text,
+    warm,
+)
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvledger.sim import Kind, SimulatedEngine
@@ -18,15 +27,6 @@ SCHEDULERS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "as
 
 Kept = list[tuple[Any, bytes]]
 """Metadata of each step, and what it was when it was handed over."""
-
-
-def warm(world: World, prompt: list[int], **fields: Any) -> SimulatedEngine:
-    """An engine whose server holds the prompt, and whose own cache is empty."""
-    engine = world.engine(**{"num_blocks": 128, **fields})
-    engine.add(prompt)
-    engine.run()
-    engine.reset_prefix_cache()
-    return engine
 
 
 def keep_metadata(engine: SimulatedEngine) -> Kept:
@@ -260,13 +260,7 @@ def test_what_is_read_at_its_last_moment_is_not_wiped_before(
     zeroed = count_zeroed(engine)
     prompt = text("moment", 200)
     request = engine.add(prompt)
-    scheduler = engine.connector.scheduler
-
-    def is_answered() -> bool:
-        scheduler.channel.poll()
-        return bool(scheduler.live[request].lookup.answered)
-
-    wait_until(is_answered, "the look-up is answered")
+    await_lookup(engine, request)
     world.server.pause()
     engine.step()
     assert engine.outputs[request]

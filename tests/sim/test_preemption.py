@@ -8,7 +8,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from books import World, count_events, text, wait_until
+from books import (
+    World,
+    await_lookup,
+    count_events,
+    text,
+)
 
 from kvledger.sim import Kind, SimulatedEngine
 
@@ -120,13 +125,7 @@ def test_preempted_while_its_slots_are_on_the_way(
     engine.step()
     victim_prompt = text("victim", 72)
     victim = engine.add(victim_prompt, max_tokens=20)
-    scheduler = engine.connector.scheduler
-
-    def is_answered() -> bool:
-        scheduler.channel.poll()
-        return bool(scheduler.live[victim].lookup.answered)
-
-    wait_until(is_answered, "the look-up is answered")
+    await_lookup(engine, victim)
     world.server.pause()
     while not count_events(engine, Kind.PREEMPTED, victim):
         in_use = [list(ids) for ids in engine.scheduler.kv_cache_manager.get_block_ids(victim)]

@@ -11,7 +11,6 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 from life import Life, Servers
@@ -39,11 +38,10 @@ builds the step after the last one before it takes that one's output."""
 
 
 @pytest.fixture
-def servers(tmp_path: Path) -> Iterator[Servers]:
+def servers() -> Iterator[Servers]:
     """Servers of this test's own, which may be disturbed."""
-    made = Servers(tmp_path)
-    yield made
-    made.close()
+    with Servers() as made:
+        yield made
 
 
 def assert_plausible(name: str, plan: Plan, statistics: Counter[str]) -> None:

@@ -11,10 +11,15 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from books import World, part_bytes, text, wait_until
+from books import (
+    World,
+    await_lookup,
+    part_bytes,
+    text,
+    wait_until,
+)
 
 from kvledger.protocol import Commit
-from kvledger.sim import SimulatedEngine
 from kvledger.vllm.transfer import TransferError
 
 CHUNKS = pytest.mark.parametrize("chunk", [16, 64], ids=["chunk16", "chunk64"])
@@ -148,17 +153,6 @@ def test_orphaned_chunks_are_not_readable_before_their_parents(world: World) -> 
 # ---------------------------------------------------------------- rescue list
 
 
-def answered_look_up(engine: SimulatedEngine, request_id: str) -> None:
-    """Wait until the server has answered the request's look-up."""
-    scheduler = engine.connector.scheduler
-
-    def is_answered() -> bool:
-        scheduler.channel.poll()
-        return bool(scheduler.live[request_id].lookup.answered)
-
-    wait_until(is_answered, "the look-up is answered")
-
-
 @CHUNKS
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rescue_of_a_finished_request(
@@ -169,7 +163,7 @@ def test_rescue_of_a_finished_request(
     engine = world.engine(options={"chunk_tokens": chunk}, num_blocks=64, ranks=ranks)
     prompt = text("rescue", 200)
     request = engine.add(prompt)
-    answered_look_up(engine, request)
+    await_lookup(engine, request)
     world.server.pause()
     engine.step()
     assert engine.outputs[request]
@@ -188,7 +182,7 @@ def test_rescue_reads_before_the_new_owner_writes(
     engine = world.engine(num_blocks=14, prefix_caching=False)
     first, second = text("first", 200), text("second", 200)
     request = engine.add(first)
-    answered_look_up(engine, request)
+    await_lookup(engine, request)
     world.server.pause()
     engine.step()
     assert engine.outputs[request]
